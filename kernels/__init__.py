@@ -1,0 +1,1 @@
+"""GPU kernels of jaxcp, one file per kernel. They know shapes and dtypes, nothing of meshes."""

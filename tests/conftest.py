@@ -1,0 +1,17 @@
+"""Test environment: 8 virtual CPU devices unless JAXCP_TEST_PLATFORM names another platform ("cuda")."""
+
+import os
+
+PLATFORM = os.environ.setdefault("JAXCP_TEST_PLATFORM", "cpu")
+os.environ.setdefault("JAX_PLATFORMS", PLATFORM)
+# NVLink multicast can put a shared host's GPUs out of service; nothing here may use it.
+os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
+if PLATFORM == "cpu":
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+# Shapes and dtypes of every annotated function are checked in tests, and cost users nothing.
+install_import_hook("jaxcp", "beartype.beartype")
