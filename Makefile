@@ -8,8 +8,8 @@ VENV := .venv$(if $(JAX),-$(JAX))
 PIN := $(if $(JAX),'jax==$(JAX)')
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input install
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-RUNTIME_EXTRAS := models$(if $(GPU),$(comma)cuda13)
 comma := ,
+RUNTIME_EXTRAS := models$(if $(GPU),$(comma)cuda13)
 JOBS := $(shell n=$$(nproc); [ $$n -gt 4 ] && echo 4 || echo $$n)
 STEP = @printf '\n\033[1m== %s\033[0m\n'
 

@@ -11,7 +11,7 @@ if [ -n "${PYTHON:-}" ]; then
 else
     pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
     candidates="python3.13 python3.12
-        $(ls -d "$pyenv"/3.1[2-9]*/bin/python3 2>/dev/null | sort -t. -k2,2nr -k3,3nr)
+        $(ls -d "$pyenv"/3.1[2-9]*/bin/python3 2>/dev/null | sort -rV)
         python3.14 python3
         $(uv python find --no-python-downloads '>=3.12' 2>/dev/null)"
 fi
