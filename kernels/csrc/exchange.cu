@@ -1,0 +1,71 @@
+// Choice and launch of the exchange kernel's variants.
+#include "exchange.h"
+
+#include <algorithm>
+
+#include "exchange.cuh"
+
+namespace jaxcp {
+namespace {
+
+using Kernel = void (*)(ExchangeParams);
+
+// Sources in flight follow cp: registers that a small group would not use cost occupancy.
+template <class Float, int kUnits>
+Kernel by_ranks(int cp) {
+  if (cp == 2) return device::exchange_kernel<Float, 2, false, kUnits>;
+  if (cp <= 4) return device::exchange_kernel<Float, 4, false, kUnits>;
+  if (cp <= 8) return device::exchange_kernel<Float, 8, false, kUnits>;
+  return device::exchange_kernel<Float, 8, true, kUnits>;
+}
+
+template <class Float>
+Kernel by_width(int cp, int dim) {
+  return dim <= 256 ? by_ranks<Float, 1>(cp) : by_ranks<Float, 2>(cp);
+}
+
+Kernel choose(Dtype dtype, int cp, int dim) {
+  return dtype == Dtype::bfloat16 ? by_width<device::BFloat16>(cp, dim) : by_width<device::Float16>(cp, dim);
+}
+
+// Blocks of `kernel` that the current device holds at once.
+cudaError_t resident_blocks(Kernel kernel, int* blocks) {
+  int device = 0, multiprocessors = 0, each = 0;
+  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
+  if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, device::kThreads, 0); e != cudaSuccess) return e;
+  *blocks = each * multiprocessors;
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t load_exchange() {
+  for (const Dtype dtype : {Dtype::bfloat16, Dtype::float16}) {
+    for (const int cp : {2, 4, 8, kMaxRanks}) {
+      for (const int dim : {256, 512}) {
+        cudaFuncAttributes attributes;
+        if (cudaError_t e = cudaFuncGetAttributes(&attributes, choose(dtype, cp, dim)); e != cudaSuccess) return e;
+      }
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_exchange(const ExchangeParams& params, cudaStream_t stream) {
+  const Kernel kernel = choose(params.dtype, params.cp, params.dim);
+  int most = 0;
+  if (cudaError_t e = resident_blocks(kernel, &most); e != cudaSuccess) return e;
+  if (params.grid_cap > 0) most = std::min(most, params.grid_cap);
+  const uint32_t rows_per_item = device::kThreads / device::lanes_per_row(params.dim);
+  const uint32_t items = Schedule::of(params.rows(), rows_per_item, params.cp - 1, most).items();
+  kernel<<<std::min<uint32_t>(items, most), device::kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t blank_workspace(uint8_t* workspace, const Layout& layout, cudaStream_t stream) {
+  if (cudaError_t e = cudaMemsetAsync(workspace, 0xFF, layout.bytes(), stream); e != cudaSuccess) return e;
+  return cudaMemsetAsync(workspace, 0, sizeof(Control), stream);
+}
+
+}  // namespace jaxcp

@@ -1,0 +1,176 @@
+#include "workspace.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <stdexcept>
+
+namespace jaxcp {
+namespace {
+
+constexpr std::size_t kRunsRemembered = 256;  // executions in flight on one process are far fewer
+
+}  // namespace
+
+Workspace::Workspace(const Config& given)
+    : config(given), by_rank_(static_cast<std::size_t>(given.cp)), imported_(static_cast<std::size_t>(given.cp)) {
+  own_ = static_cast<std::uint8_t*>(
+      memory::allocate(config.device, config.layout().bytes(), config.across_processes != 0));
+  by_rank_[static_cast<std::size_t>(config.rank)] = own_;
+  try {
+    status_ = static_cast<uint64_t*>(memory::allocate_mapped(config.device, sizeof(uint64_t), &status_on_device_));
+    blank();
+  } catch (...) {
+    memory::release(config.device, own_, config.layout().bytes());
+    throw;
+  }
+}
+
+Workspace::~Workspace() {
+  const std::size_t bytes = config.layout().bytes();
+  // Errors have nowhere to go from here: at worst the memory lives until the process ends.
+  const auto quietly = [](auto action) {
+    try {
+      action();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "jaxcp: while freeing a workspace: %s\n", error.what());
+    }
+  };
+  quietly([&] { memory::synchronize(config.device); });
+  for (std::uint8_t* block : imported_) {
+    if (block != nullptr) quietly([&] { memory::release_import(config.device, block, bytes); });
+  }
+  quietly([&] { memory::release(config.device, own_, bytes); });
+  quietly([&] { memory::release_mapped(config.device, status_, sizeof(uint64_t)); });
+}
+
+void Workspace::attach(const Workspace& peer) {
+  memory::enable_peer(config.device, peer.config.device);
+  by_rank_[static_cast<std::size_t>(peer.config.rank)] = peer.own_;
+}
+
+void Workspace::attach(int rank, const memory::Handle& handle) {
+  auto* block = static_cast<std::uint8_t*>(memory::import_handle(config.device, handle, config.layout().bytes()));
+  by_rank_[static_cast<std::size_t>(rank)] = imported_[static_cast<std::size_t>(rank)] = block;
+}
+
+void Workspace::blank() {
+  memory::synchronize(config.device);
+  memory::fill(config.device, own_, 0, sizeof(Control));
+  memory::fill(config.device, own_ + sizeof(Control), 0xFF, config.layout().bytes() - sizeof(Control));
+  std::atomic_ref(*status_).store(0, std::memory_order_release);
+}
+
+ExchangeParams Workspace::params(int64_t site) {
+  ExchangeParams p{};
+  p.heads = config.heads;
+  p.heads_per_rank = config.heads_per_rank();
+  p.dim = config.head_dim;
+  p.dtype = static_cast<Dtype>(config.dtype);
+  p.rank = config.rank;
+  p.cp = config.cp;
+  p.capacity = config.layout().capacity;
+  p.grid_cap = config.grid_cap;
+  p.timeout_ns = first_of(site) ? config.first_timeout_ns : config.timeout_ns;
+  p.status = static_cast<uint64_t*>(status_on_device_);
+  std::copy(by_rank_.begin(), by_rank_.end(), p.workspaces);
+  return p;
+}
+
+uint32_t Workspace::call() const {
+  uint64_t word = 0;
+  memory::synchronize(config.device);
+  memory::copy_to_host(config.device, &word, own_ + offsetof(Control, call_and_tickets), sizeof word);
+  return call_of(word);
+}
+
+void Workspace::set_call(uint32_t number) {
+  const uint64_t word = first_of_call(number);
+  memory::synchronize(config.device);
+  memory::copy_to_device(config.device, own_ + offsetof(Control, call_and_tickets), &word, sizeof word);
+}
+
+bool Workspace::bind(const void* stream) {
+  const void* bound = nullptr;
+  return stream_.compare_exchange_strong(bound, stream) || bound == stream;
+}
+
+bool Workspace::first_of(int64_t site) {
+  const std::lock_guard lock(mutex_);
+  return sites_.insert(site).second;
+}
+
+Registry& Registry::instance() {
+  static Registry registry;
+  return registry;
+}
+
+void Registry::insert(std::shared_ptr<Workspace> workspace) {
+  const std::lock_guard lock(mutex_);
+  const Config& c = workspace->config;
+  workspaces_[{c.exchange, c.device, c.rank}] = std::move(workspace);
+}
+
+std::shared_ptr<Workspace> Registry::find(int64_t exchange, int device, int rank) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = workspaces_.find({exchange, device, rank});
+  if (found == workspaces_.end()) {
+    throw std::runtime_error("exchange " + std::to_string(exchange) + " has no workspace for rank " + std::to_string(rank) +
+                             " on device " + std::to_string(device));
+  }
+  return found->second;
+}
+
+std::vector<std::shared_ptr<Workspace>> Registry::on_device(int64_t exchange, int device) const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<Workspace>> found;
+  for (auto it = workspaces_.lower_bound({exchange, device, 0}); it != workspaces_.end(); ++it) {
+    const Config& c = it->second->config;
+    if (c.exchange != exchange || c.device != device) break;
+    found.push_back(it->second);
+  }
+  return found;
+}
+
+void Registry::erase(int64_t exchange, int device, int rank) {
+  std::shared_ptr<Workspace> dying;  // freed without the lock: freeing waits for the device
+  const std::lock_guard lock(mutex_);
+  if (const auto found = workspaces_.find({exchange, device, rank}); found != workspaces_.end()) {
+    dying = std::move(found->second);
+    workspaces_.erase(found);
+  }
+}
+
+std::optional<std::string> Registry::refusal(int64_t exchange, int64_t run) {
+  const std::lock_guard lock(mutex_);
+  std::deque<int64_t>& runs = admitted_[exchange];
+  if (std::find(runs.rbegin(), runs.rend(), run) != runs.rend()) return std::nullopt;
+  if (std::optional<std::string> why = first_expiry(exchange)) return why;
+  runs.push_back(run);
+  if (runs.size() > kRunsRemembered) runs.pop_front();
+  return std::nullopt;
+}
+
+void Registry::forget_runs(int64_t exchange) {
+  const std::lock_guard lock(mutex_);
+  admitted_.erase(exchange);
+}
+
+std::optional<std::string> Registry::first_expiry(int64_t exchange) const {
+  for (const auto& [key, workspace] : workspaces_) {
+    if (std::get<0>(key) != exchange) continue;
+    if (const Expiry expiry = workspace->expiry(); expiry.expired) return describe(workspace->config, expiry);
+  }
+  return std::nullopt;
+}
+
+std::string describe(const Config& config, const Expiry& expiry) {
+  char text[320];
+  std::snprintf(text, sizeof text,
+                "PeerTimeoutError: exchange %lld: rank %d waited %.3g s for rank %d in call %u (row %d) and gave up. Outputs since "
+                "then are NaN. Find out what became of rank %d, then call reset() on all ranks.",
+                static_cast<long long>(config.exchange), config.rank, static_cast<double>(config.timeout_ns) * 1e-9,
+                expiry.peer, expiry.call, expiry.row, expiry.peer);
+  return text;
+}
+
+}  // namespace jaxcp

@@ -1,0 +1,115 @@
+// One rank's workspace as the host knows it, and the table of those of this process.
+//
+// ONE ORDERED STREAM. The protocol's slots assume that a rank's calls run one after the other. XLA runs a device's
+// executions, and launches their command buffers, on the device's one compute stream; a handler that is called under
+// capture sees a trace stream on which nothing runs. So one workspace serves eager calls and replays: the first eager
+// call binds it to its stream, a call on another stream is refused before anything is launched, and captures are let
+// through because their graph will be launched on the bound stream. (PyTorch-style libraries, which capture and serve on
+// streams of their own, need two workspaces.) Within one command buffer XLA may run independent calls as parallel
+// branches; that is why jaxcp/exchange/order.py threads a token through all calls of a program.
+//
+// DEAD OR ALIVE, DECIDED ONCE PER EXECUTION. A call on a dead workspace could fail at once, but if only some devices of a
+// running program failed, the others would wait for them in the program's next collective. So the first handler of an
+// execution decides for the whole of it: an execution that began alive runs to its end (with NaN), and one that begins
+// dead fails on every device.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <unordered_set>
+#include <vector>
+
+#include "memory.h"
+#include "protocol.h"
+
+namespace jaxcp {
+
+// Plain data: Python fills it through ctypes (jaxcp/native/library.py, class Config).
+struct Config {
+  int64_t exchange;  // number of the exchange, the same on all ranks, never used twice in a process
+  int32_t device;    // ordinal of the device, as XLA numbers those of this process
+  int32_t rank, cp;
+  int32_t heads, head_dim, max_tokens;
+  int32_t dtype;             // enum Dtype
+  int32_t across_processes;  // whether some rank lives in another process
+  int32_t grid_cap;          // most blocks of a launch; 0: what the device holds
+  uint64_t timeout_ns;
+  uint64_t first_timeout_ns;  // for the first call of each call site: peers may still be compiling
+
+  int heads_per_rank() const { return (heads + cp - 1) / cp; }
+  Layout layout() const { return {cp, max_tokens * heads_per_rank(), head_dim * 2}; }
+};
+
+class Workspace {
+ public:
+  explicit Workspace(const Config& config);  // blank
+  ~Workspace();
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  memory::Handle handle() const { return memory::export_handle(config.device, own_); }
+  void attach(const Workspace& peer);                         // of this process
+  void attach(int rank, const memory::Handle& handle);        // of another process
+  void forget_name() { memory::forget_name(config.device, own_); }
+  void blank();  // while no rank is in a call
+
+  // What the workspace knows of a call; the handler adds its buffers.
+  ExchangeParams params(int64_t site);
+
+  Expiry expiry() const { return Expiry::unpacked(std::atomic_ref(*status_).load(std::memory_order_acquire)); }
+  uint32_t call() const;  // calls made so far
+  void set_call(uint32_t number);  // tests: calls near the wrap
+
+  // Binds to the first stream; false if `stream` is another one.
+  bool bind(const void* stream);
+
+  const Config config;
+  std::atomic<int64_t> launches{0};  // handler calls; replays of a captured launch are not among them
+
+ private:
+  bool first_of(int64_t site);
+
+  std::uint8_t* own_ = nullptr;
+  uint64_t* status_ = nullptr;
+  void* status_on_device_ = nullptr;
+  std::vector<std::uint8_t*> by_rank_;
+  std::vector<std::uint8_t*> imported_;
+  std::mutex mutex_;
+  std::unordered_set<int64_t> sites_;
+  std::atomic<const void*> stream_{nullptr};
+};
+
+// The workspaces of this process by (exchange, device, rank). A device has one rank of an exchange, or all of them
+// where ranks are simulated on one GPU.
+class Registry {
+ public:
+  static Registry& instance();
+
+  void insert(std::shared_ptr<Workspace> workspace);
+  std::shared_ptr<Workspace> find(int64_t exchange, int device, int rank) const;
+  std::vector<std::shared_ptr<Workspace>> on_device(int64_t exchange, int device) const;
+  void erase(int64_t exchange, int device, int rank);
+
+  // Why execution `run` must not call `exchange`, or nothing: see the top of this file.
+  std::optional<std::string> refusal(int64_t exchange, int64_t run);
+  void forget_runs(int64_t exchange);
+
+ private:
+  std::optional<std::string> first_expiry(int64_t exchange) const;
+
+  mutable std::mutex mutex_;
+  std::map<std::tuple<int64_t, int, int>, std::shared_ptr<Workspace>> workspaces_;
+  std::map<int64_t, std::deque<int64_t>> admitted_;  // executions that began alive, the newest ones
+};
+
+// "PeerTimeoutError: rank 2 waited 30 s for rank 5 ..."
+std::string describe(const Config& config, const Expiry& expiry);
+
+}  // namespace jaxcp
