@@ -9,7 +9,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "memory.cuh"
+#include "access.cuh"
 #include "protocol.h"
 #include "schedule.h"
 
