@@ -10,22 +10,10 @@ namespace {
 
 using Kernel = void (*)(ExchangeParams);
 
-// Sources in flight follow cp: registers that a small group would not use cost occupancy.
-template <class Float, int kUnits>
-Kernel by_ranks(int cp) {
-  if (cp == 2) return device::exchange_kernel<Float, 2, false, kUnits>;
-  if (cp <= 4) return device::exchange_kernel<Float, 4, false, kUnits>;
-  if (cp <= 8) return device::exchange_kernel<Float, 8, false, kUnits>;
-  return device::exchange_kernel<Float, 8, true, kUnits>;
-}
-
-template <class Float>
-Kernel by_width(int cp, int dim) {
-  return dim <= 256 ? by_ranks<Float, 1>(cp) : by_ranks<Float, 2>(cp);
-}
-
 Kernel choose(Dtype dtype, int cp, int dim) {
-  return dtype == Dtype::bfloat16 ? by_width<device::BFloat16>(cp, dim) : by_width<device::Float16>(cp, dim);
+  return device::with_variant(dtype, cp, dim, [](auto variant) -> Kernel {
+    return device::exchange_kernel<typename decltype(variant)::type>;
+  });
 }
 
 // Blocks of `kernel` that the current device holds at once.

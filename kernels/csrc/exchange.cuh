@@ -9,6 +9,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "access.cuh"
 #include "protocol.h"
 #include "schedule.h"
@@ -35,7 +37,7 @@ struct Float16 {
   }
 };
 
-__device__ __forceinline__ bool blank(uint4 v) {
+__device__ __forceinline__ bool any_blank(uint4 v) {
   return v.x == kBlank || v.y == kBlank || v.z == kBlank || v.w == kBlank;
 }
 __device__ __forceinline__ uint4 outgoing(uint4 v) {
@@ -58,15 +60,21 @@ struct Call {
   bool dead;
 };
 
-// Scale of the merge: weights are exp2((lse - shift) * log2_base) * inverse.
-struct Norm {
-  float shift, sum, inverse;
-};
+// Hides where a pointer comes from, so that addresses derived from it are computed where they are used: hoisted out of the
+// polling loop they would take two registers each, and with them half of the resident blocks.
+template <class T>
+__device__ __forceinline__ T* fresh(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
 
-// kSources: sources in flight. kMany: there are more, in batches. kUnits: units of a row in flight per lane and source.
-template <class Float, int kSources, bool kMany, int kUnits>
+// kPeers: peers in flight. kMany: there are more, in batches. kUnits: units of a row in flight per lane and source.
+template <class Float, int kPeers, bool kMany, int kUnits>
 class Exchange {
  public:
+  // Blocks per multiprocessor to leave registers for: 4 are taken per peer and unit in flight.
+  static constexpr int kBlocks = kMany ? 3 : kPeers * kUnits == 1 ? 8 : kPeers * kUnits <= 7 ? 6 : 4;
+
   __device__ explicit Exchange(const ExchangeParams& params)
       : p(params),
         layout(params.layout()),
@@ -81,16 +89,17 @@ class Exchange {
     const Schedule schedule = Schedule::of(p.rows(), rows_per_item, p.cp - 1, gridDim.x);
     uint32_t item = blockIdx.x;
     for (int turn = 0; item < schedule.items(); turn ^= 1) {
-      const uint64_t ticket = threadIdx.x == 0 ? add_device(&control->call_and_tickets, 1) : 0;
+      const Draw draw = drawn();
       const Item work = schedule[item];
       const uint32_t q = work.index * rows_per_item + threadIdx.x / group;
       if (work.receive) {
-        const Call call = begin(ticket, schedule, turn);
-        receive(q, call);
+        Incoming row(*this, q);  // loads are on their way while the ticket is
+        const Call call = begin(draw, schedule, turn);
+        row.receive(*this, call);
         item = call.next;
       } else {
-        const Outgoing row(*this, q);  // its loads are on their way while the ticket is
-        const Call call = begin(ticket, schedule, turn);
+        Outgoing row(*this, q);
+        const Call call = begin(draw, schedule, turn);
         if (!call.dead) row.send(*this, call.number);
         item = call.next;
       }
@@ -106,34 +115,58 @@ class Exchange {
   Control* const control;
   const float log2_base;
 
+  // Thread 0 draws a ticket; both accesses are in flight until begin() uses them.
+  struct Draw {
+    uint64_t word;
+    uint32_t dead;
+  };
+  __device__ Draw drawn() const {
+    if (threadIdx.x != 0) return {};
+    const uint64_t word = add_device(&control->call_and_tickets, 1);
+    return {word, load_device_word(&control->dead)};
+  }
+
   // Gives the block its call number and next item. The last ticket of a call ends the call for this device.
-  __device__ Call begin(uint64_t ticket, const Schedule& schedule, int turn) const {
+  __device__ Call begin(const Draw& draw, const Schedule& schedule, int turn) const {
     __shared__ Call calls[2];  // alternating, so that one barrier per item is enough
     if (threadIdx.x == 0) {
-      const uint32_t drawn = ticket_of(ticket);
-      if (drawn == schedule.items() - 1) store_system_long(&control->call_and_tickets, first_of_call(call_of(ticket) + 1));
-      calls[turn] = {call_of(ticket), gridDim.x + drawn, load_device_word(&control->dead) != 0};
+      const uint32_t call = call_of(draw.word), ticket = ticket_of(draw.word);
+      if (ticket == schedule.items() - 1) store_system_long(&control->call_and_tickets, first_of_call(call + 1));
+      calls[turn] = {call, gridDim.x + ticket, draw.dead != 0};
     }
     __syncthreads();
     return calls[turn];
   }
 
-  __device__ const char* input(int row, int owner) const {
-    const int64_t at = row / p.heads_per_rank * p.o_token_stride + int64_t{p.head(owner, row)} * p.o_head_stride;
-    return static_cast<const char*>(p.o) + at * 2;
-  }
-  __device__ float input_lse(int row, int owner) const {
-    const int head = p.head(owner, row);
-    if (head >= p.heads) return -INFINITY;
-    return sanitized(__ldg(p.lse + row / p.heads_per_rank * p.lse_token_stride + head * p.lse_head_stride));
-  }
-
-  // One row of the send list: constructed when its loads start, sent when the call number is known.
-  struct Outgoing {
-    int row = -1, owner = 0;  // row -1: past the end of the list
-    bool has_head = false;
-    float lse = 0;
+  // One row of this rank's input, as the rank that keeps its head numbers rows.
+  struct Input {
+    const char* data = nullptr;  // null: no such head
+    float lse = -INFINITY;
     uint4 v[kUnits];
+
+    __device__ Input() {}
+    __device__ Input(const Exchange& x, int owner, int row) {
+      const int token = row / x.p.heads_per_rank, head = x.p.head(owner, row);
+      if (head >= x.p.heads) return;
+      data = static_cast<const char*>(x.p.o) + 2 * (token * x.p.o_token_stride + head * x.p.o_head_stride);
+      lse = sanitized(__ldg(x.p.lse + token * x.p.lse_token_stride + head * x.p.lse_head_stride));
+      load(x, 0);
+    }
+    __device__ void load(const Exchange& x, int begin) {
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) v[u] = load_input(data + x.offset(begin, u));
+    }
+  };
+
+  // Byte offset in a row of this lane's u-th unit of the chunk that begins at unit `begin`. Past the row's end the last
+  // unit is loaded again; nothing is stored there.
+  __device__ uint32_t offset(int begin, int u) const { return min(begin + u * group + lane, units - 1) * kUnitBytes; }
+  __device__ bool inside(int begin, int u) const { return begin + u * group + lane < units; }
+
+  // A row of the send list.
+  struct Outgoing {
+    int owner = -1, row = 0;  // owner -1: past the end of the list
+    Input input;
 
     __device__ Outgoing(const Exchange& x, uint32_t q) {
       const uint32_t peers = x.p.cp - 1;
@@ -141,239 +174,238 @@ class Exchange {
       row = q / peers;
       owner = x.p.rank + 1 + q % peers;
       if (owner >= x.p.cp) owner -= x.p.cp;
-      has_head = x.p.head(owner, row) < x.p.heads;
-      lse = x.input_lse(row, owner);
-      if (has_head) load(x, 0);
+      input = Input(x, owner, row);
     }
 
-    __device__ void load(const Exchange& x, int first) {
-      const char* from = x.input(row, owner);
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        const int unit = first + u * x.group + x.lane;
-        if (unit < x.units) v[u] = load_input(from + unit * kUnitBytes);
-      }
-    }
-
-    __device__ void send(const Exchange& x, uint32_t call) const {
-      if (row < 0) return;
-      uint8_t* to = x.p.workspaces[owner];
-      if (x.lane == 0) store_system_word(to + x.layout.lse(call, x.p.rank, owner, row), __float_as_uint(lse));
-      if (!has_head) return;
-      to += x.layout.data(call, x.p.rank, owner, row);
-      Outgoing now = *this;
-      for (int first = 0;;) {
+    __device__ void send(const Exchange& x, uint32_t call) {
+      if (owner < 0) return;
+      uint8_t* const workspace = x.p.workspaces[owner];
+      if (x.lane == 0) store_system_word(workspace + x.layout.lse(call, x.p.rank, owner, row), __float_as_uint(input.lse));
+      if (!input.data) return;
+      uint8_t* const data = workspace + x.layout.data(call, x.p.rank, owner, row);
+      for (int begin = 0; begin < x.units; begin += kUnits * x.group) {
+        if (begin > 0) input.load(x, begin);
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
-          const int unit = first + u * x.group + x.lane;
-          if (unit < x.units) store_system(to + unit * kUnitBytes, outgoing(now.v[u]));
+          if (x.inside(begin, u)) store_system(data + x.offset(begin, u), outgoing(input.v[u]));
         }
-        first += kUnits * x.group;
-        if (first >= x.units) return;
-        now.load(x, first);
       }
     }
   };
 
-  // Sources first .. first + kSources - 1 of one row: their LSEs, and this lane's units from `unit` on.
-  struct Batch {
-    float lse[kSources];
-    uint4 v[kSources][kUnits];
-  };
+  // A row that this rank keeps. Peers are numbered 0 .. c - 2 in rank order; self stands before peer number `rank`.
+  struct Incoming {
+    int row;  // -1: past the end of the list
+    Input self;
+    uint32_t call = 0;
+    char *data, *lse;                  // of peer 0
+    uint32_t data_step, lse_step;      // to the next peer
+    float shift = 0, sum = 0;          // over all sources: max of LSEs, sum of base^(LSE - max)
+    float peer_lse[kPeers];            // of the batch in flight
+    uint4 v[kPeers][kUnits];
 
-  // Addresses of a row of source s: the workspace's, or the input's for the self contribution.
-  __device__ const char* source_data(int s, int row, uint32_t call) const {
-    return s == p.rank ? input(row, s)
-                       : reinterpret_cast<const char*>(control) + layout.data(call, s, p.rank, row);
-  }
-  __device__ const uint8_t* source_lse(int s, int row, uint32_t call) const {
-    return reinterpret_cast<const uint8_t*>(control) + layout.lse(call, s, p.rank, row);
-  }
-
-  // Waits until no word of the batch is blank. False: the wait expired, or the workspace is dead.
-  template <bool kData>
-  __device__ bool poll(Batch& b, int first, int unit, int row, uint32_t call) const {
-    uint32_t pending = 0;  // bit s: source first + s
-#pragma unroll
-    for (int s = 0; s < kSources; ++s) {
-      if (first + s >= p.cp) continue;
-      pending |= 1u << s;
-      if (first + s == p.rank) b.lse[s] = input_lse(row, p.rank);
+    __device__ Incoming(const Exchange& x, uint32_t q) : row(static_cast<int>(q) < x.p.rows() ? static_cast<int>(q) : -1) {
+      if (row >= 0) self = Input(x, x.p.rank, row);
     }
-    uint64_t since = 0;
-    for (int polls = 1;; ++polls) {
-#pragma unroll
-      for (int s = 0; s < kSources; ++s) {
-        if (!(pending >> s & 1)) continue;
-        if (first + s != p.rank) b.lse[s] = __uint_as_float(load_system_word(source_lse(first + s, row, call)));
-        if (kData) load(b.v[s], source_data(first + s, row, call), unit);
+
+    __device__ void receive(const Exchange& x, const Call& running) {
+      const int first = x.p.rank == 0 ? 1 : 0;  // the rank that is peer 0
+      char* const workspace = reinterpret_cast<char*>(x.control);
+      call = running.number;
+      data = workspace + x.layout.data(call, first, x.p.rank, max(row, 0));
+      lse = workspace + x.layout.lse(call, first, x.p.rank, max(row, 0));
+      data_step = x.p.capacity * x.layout.row_bytes;
+      lse_step = x.p.capacity * sizeof(float);
+      const bool merged = row < 0 || (!running.dead && (self.data ? merge(x) : none(x)));
+      if (!__all_sync(kWarp, merged)) {  // the lanes of a row agree, so that no row is half filled
+        if (row >= 0) fill(x, 0x7FFF7FFFu, NAN);
+      } else if (row >= 0) {
+        for (int i = x.lane; i < x.p.cp - 1; i += x.group) store_system_word(lse + uint64_t{lse_step} * i, kBlank);
       }
-#pragma unroll
-      for (int s = 0; s < kSources; ++s) {
-        const bool wait = first + s != p.rank && (__float_as_uint(b.lse[s]) == kBlank || (kData && any_blank(b.v[s], unit)));
-        if (!wait) pending &= ~(1u << s);
+    }
+
+    __device__ bool merge(const Exchange& x) {
+      if (kMany && !norm_of_many(x)) return false;
+      for (int begin = 0; begin < x.units; begin += kUnits * x.group) {
+        if (begin > 0) self.load(x, begin);
+        float acc[kUnits][8] = {};
+        for (int first = 0; first < x.p.cp; first += kPeers) {  // up to cp: self may stand behind all peers
+          if (!poll<true>(x, first, begin)) return false;
+          if (!kMany) norm(x);
+          accumulate(x, acc, first);
+          blank(x, first, begin);
+          if (!kMany) break;
+        }
+        write(x, acc, begin);
       }
-      if (pending == 0) return true;
-      if (polls % kPollsPerCheck == 0 && expired(since, first + __ffs(pending) - 1, row, call)) return false;
+      if (x.p.out_lse && x.lane == 0) x.p.out_lse[row] = sum > 0 ? shift + log2f(sum) / x.log2_base : -INFINITY;
+      return true;
     }
-  }
 
-  __device__ void load(uint4 (&v)[kUnits], const char* from, int unit) const {
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      if (unit + u * group < units) v[u] = load_system(from + (unit + u * group) * kUnitBytes);
+    // A row without a head: all LSEs must come, because the reuse of slots hangs on that; there is no data.
+    __device__ bool none(const Exchange& x) {
+      for (int first = 0; first < x.p.cp - 1; first += kPeers) {
+        if (!poll<false>(x, first, 0)) return false;
+      }
+      fill(x, 0, -INFINITY);
+      return true;
     }
-  }
-  __device__ bool any_blank(const uint4 (&v)[kUnits], int unit) const {
-    bool any = false;
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) any |= unit + u * group < units && blank(v[u]);
-    return any;
-  }
 
-  // Whether to stop waiting for `peer`: time is up, or another wait of this rank has found that it is.
-  __device__ bool expired(uint64_t& since, int peer, int row, uint32_t call) const {
-    const uint64_t now = nanoseconds();
-    if (since == 0) since = now;
-    if (load_device_word(&control->dead) != 0) return true;
-    if (now - since < p.timeout_ns) return false;
-    if (swap_device(&control->dead, 1) == 0) store_system_long(p.status, Expiry{true, peer, row, call}.packed());
-    return true;
-  }
-
-  __device__ float weight(float lse, const Norm& n) const {
-    return exp2f((lse - n.shift) * log2_base) * n.inverse;
-  }
-  __device__ float shift(const Batch& b, int first, float m) const {
+    // Waits until no word of peers first .. first + kPeers - 1 is blank. False: the wait expired, or the rank is dead.
+    template <bool kData>
+    __device__ bool poll(const Exchange& x, int first, int begin) {
+      const int peers = x.p.cp - 1 - first;
+      uint32_t pending = peers >= kPeers ? (1u << kPeers) - 1 : (1u << max(peers, 0)) - 1;
 #pragma unroll
-    for (int s = 0; s < kSources; ++s) {
-      if (first + s < p.cp) m = fmaxf(m, b.lse[s]);
-    }
-    return m;
-  }
-  __device__ void sum(Norm& n, const Batch& b, int first) const {
+      for (int i = 0; i < kPeers; ++i) peer_lse[i] = -INFINITY;
+      uint64_t since = 0;
+      for (int polls = 1; pending != 0; ++polls) {
+        const char* const data_now = fresh(data) + uint64_t{data_step} * first;
+        const char* const lse_now = fresh(lse) + uint64_t{lse_step} * first;
 #pragma unroll
-    for (int s = 0; s < kSources; ++s) {
-      if (first + s < p.cp) n.sum += exp2f((b.lse[s] - n.shift) * log2_base);
-    }
-  }
-  __device__ Norm norm_from(float m) const { return {m == -INFINITY ? 0.f : m, 0.f, 0.f}; }
-  __device__ void close(Norm& n) const { n.inverse = n.sum > 0 ? 1 / n.sum : 0.f; }
-
-  // Norm over batches: waits for all LSEs, then sums them in source order.
-  __device__ bool norm_of_many(Norm& n, int row, uint32_t call) const {
-    Batch b;
-    float m = -INFINITY;
-    for (int first = 0; first < p.cp; first += kSources) {
-      if (!poll<false>(b, first, 0, row, call)) return false;
-      m = shift(b, first, m);
-    }
-    n = norm_from(m);
-    for (int first = 0; first < p.cp; first += kSources) {
-      if (!poll<false>(b, first, 0, row, call)) return false;
-      sum(n, b, first);
-    }
-    close(n);
-    return true;
-  }
-
-  __device__ void accumulate(float (&acc)[kUnits][8], const Batch& b, const Norm& n, int first) const {
+        for (int i = 0; i < kPeers; ++i) {
+          if (!(pending >> i & 1)) continue;
+          peer_lse[i] = __uint_as_float(load_system_word(lse_now + uint64_t{lse_step} * i));
 #pragma unroll
-    for (int s = 0; s < kSources; ++s) {
-      if (first + s >= p.cp) continue;
-      const float w = weight(b.lse[s], n);
-      if (!(w > 0)) continue;
+          for (int u = 0; kData && u < kUnits; ++u) v[i][u] = load_system(data_now + uint64_t{data_step} * i + x.offset(begin, u));
+        }
+#pragma unroll
+        for (int i = 0; i < kPeers; ++i) {
+          bool wait = __float_as_uint(peer_lse[i]) == kBlank;
+#pragma unroll
+          for (int u = 0; kData && u < kUnits; ++u) wait |= any_blank(v[i][u]);
+          if (!wait) pending &= ~(1u << i);
+        }
+        if (polls % kPollsPerCheck == 0 && pending != 0 && expired(x, since, first + __ffs(pending) - 1)) return false;
+      }
+      return true;
+    }
+
+    // Whether to stop waiting for peer `i`: time is up, or another wait of this rank has found that it is.
+    __device__ bool expired(const Exchange& x, uint64_t& since, int i) const {
+      const uint64_t now = nanoseconds();
+      if (since == 0) since = now;
+      if (load_device_word(&x.control->dead) != 0) return true;
+      if (now - since < x.p.timeout_ns) return false;
+      const Expiry expiry{true, i + (i >= x.p.rank ? 1 : 0), row, call};
+      if (swap_device(&x.control->dead, 1) == 0) store_system_long(x.p.status, expiry.packed());
+      return true;
+    }
+
+    __device__ float power(const Exchange& x, float lse) const { return exp2f((lse - shift) * x.log2_base); }
+
+    __device__ float highest(float m) const {
+#pragma unroll
+      for (int i = 0; i < kPeers; ++i) m = fmaxf(m, peer_lse[i]);
+      return m;
+    }
+    // Adds the batch's powers to `sum`, self at its place.
+    __device__ void add(const Exchange& x, int first) {
+#pragma unroll
+      for (int i = 0; i < kPeers + !kMany; ++i) {
+        if (first + i == x.p.rank) sum += power(x, self.lse);
+        if (i < kPeers) sum += power(x, peer_lse[i]);
+      }
+    }
+    __device__ void norm(const Exchange& x) {
+      shift = highest(self.lse);
+      if (shift == -INFINITY) shift = 0;
+      sum = 0;
+      add(x, 0);
+    }
+    __device__ bool norm_of_many(const Exchange& x) {
+      shift = self.lse;
+      for (int first = 0; first < x.p.cp; first += kPeers) {
+        if (!poll<false>(x, first, 0)) return false;
+        shift = highest(shift);
+      }
+      if (shift == -INFINITY) shift = 0;
+      for (int first = 0; first < x.p.cp; first += kPeers) {
+        poll<false>(x, first, 0);  // all have come
+        add(x, first);
+      }
+      return true;
+    }
+
+    __device__ void accumulate(const Exchange& x, float (&acc)[kUnits][8], int first) const {
+      const float inverse = sum > 0 ? 1 / sum : 0.f;
+#pragma unroll
+      for (int i = 0; i < kPeers + !kMany; ++i) {
+        if (first + i == x.p.rank) add_weighted(acc, self.v, power(x, self.lse) * inverse);
+        if (i < kPeers) add_weighted(acc, v[i], power(x, peer_lse[i]) * inverse);
+      }
+    }
+    __device__ static void add_weighted(float (&acc)[kUnits][8], const uint4 (&v)[kUnits], float weight) {
+      if (!(weight > 0)) return;
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
-        const uint32_t words[4] = {b.v[s][u].x, b.v[s][u].y, b.v[s][u].z, b.v[s][u].w};
+        const uint32_t words[4] = {v[u].x, v[u].y, v[u].z, v[u].w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float2 x = Float::unpack(words[i]);
-          acc[u][2 * i] = fmaf(w, x.x, acc[u][2 * i]);
-          acc[u][2 * i + 1] = fmaf(w, x.y, acc[u][2 * i + 1]);
+          const float2 pair = Float::unpack(words[i]);
+          acc[u][2 * i] = fmaf(weight, pair.x, acc[u][2 * i]);
+          acc[u][2 * i + 1] = fmaf(weight, pair.y, acc[u][2 * i + 1]);
         }
       }
     }
-  }
 
-  __device__ char* output(int row) const {
-    return static_cast<char*>(p.out) + int64_t{row} * layout.row_bytes;
-  }
-  __device__ void write(const float (&acc)[kUnits][8], int unit, int row) const {
+    // Blanks this lane's units of the batch: the same thread read them.
+    __device__ void blank(const Exchange& x, int first, int begin) const {
+      char* const data_now = fresh(data) + uint64_t{data_step} * first;
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const float* a = acc[u];
-      const uint4 v = {Float::pack(a[0], a[1]), Float::pack(a[2], a[3]), Float::pack(a[4], a[5]), Float::pack(a[6], a[7])};
-      if (unit + u * group < units) *reinterpret_cast<uint4*>(output(row) + (unit + u * group) * kUnitBytes) = v;
+      for (int i = 0; i < kPeers; ++i) {
+        if (first + i >= x.p.cp - 1) continue;
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+          if (x.inside(begin, u)) store_system(data_now + uint64_t{data_step} * i + x.offset(begin, u), splat(kBlank));
+        }
+      }
     }
-  }
 
-  // Blanks this lane's units of all sources: the same thread read them.
-  __device__ void blank_units(int first, int unit, int row, uint32_t call) const {
-#pragma unroll
-    for (int s = 0; s < kSources; ++s) {
-      if (first + s >= p.cp || first + s == p.rank) continue;
-      char* at = const_cast<char*>(source_data(first + s, row, call));
+    __device__ char* output(const Exchange& x) const { return static_cast<char*>(x.p.out) + int64_t{row} * x.layout.row_bytes; }
+    __device__ void write(const Exchange& x, const float (&acc)[kUnits][8], int begin) const {
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
-        if (unit + u * group < units) store_system(at + (unit + u * group) * kUnitBytes, splat(kBlank));
+        const float* a = acc[u];
+        const uint4 w = {Float::pack(a[0], a[1]), Float::pack(a[2], a[3]), Float::pack(a[4], a[5]), Float::pack(a[6], a[7])};
+        if (x.inside(begin, u)) *reinterpret_cast<uint4*>(output(x) + x.offset(begin, u)) = w;
       }
     }
-  }
-  // Blanks a row's LSEs once all lanes of the group have read them.
-  __device__ void blank_lses(int row, uint32_t call) const {
-    __syncwarp();
-    if (row < 0) return;
-    for (int s = lane; s < p.cp; s += group) {
-      if (s != p.rank) store_system_word(const_cast<uint8_t*>(source_lse(s, row, call)), kBlank);
-    }
-  }
-
-  __device__ bool merge(int row, uint32_t call) const {
-    Norm n;
-    if (kMany && !norm_of_many(n, row, call)) return false;
-    const bool has_head = p.head(p.rank, row) < p.heads;
-    for (int begin = 0; begin < units; begin += kUnits * group) {
-      const int unit = has_head ? begin + lane : units;  // a row without a head has LSEs only
-      float acc[kUnits][8] = {};
-      for (int first = 0; first < p.cp; first += kSources) {
-        Batch b;
-        if (!poll<true>(b, first, unit, row, call)) return false;
-        if (!kMany) {
-          n = norm_from(shift(b, first, -INFINITY));
-          sum(n, b, first);
-          close(n);
-        }
-        accumulate(acc, b, n, first);
-        blank_units(first, unit, row, call);
+    __device__ void fill(const Exchange& x, uint32_t word, float merged_lse) const {
+      for (int unit = x.lane; unit < x.units; unit += x.group) {
+        *reinterpret_cast<uint4*>(output(x) + unit * kUnitBytes) = splat(word);
       }
-      write(acc, begin + lane, row);
+      if (x.p.out_lse && x.lane == 0) x.p.out_lse[row] = merged_lse;
     }
-    if (p.out_lse && lane == 0) p.out_lse[row] = n.sum > 0 ? n.shift + log2f(n.sum) / log2_base : -INFINITY;
-    return true;
-  }
-
-  __device__ void fill_nan(int row) const {
-    for (int unit = lane; unit < units; unit += group) {
-      *reinterpret_cast<uint4*>(output(row) + unit * kUnitBytes) = splat(0x7FFF7FFFu);
-    }
-    if (p.out_lse && lane == 0) p.out_lse[row] = NAN;
-  }
-
-  __device__ void receive(uint32_t q, const Call& call) const {
-    const int row = q < static_cast<uint32_t>(p.rows()) ? static_cast<int>(q) : -1;
-    const bool merged = row < 0 || (!call.dead && merge(row, call.number));
-    if (!__all_sync(kWarp, merged)) {  // the lanes of a row agree, so that no row is half filled
-      if (row >= 0) fill_nan(row);
-      return;
-    }
-    blank_lses(row, call.number);
-  }
+  };
 };
 
-template <class Float, int kSources, bool kMany, int kUnits>
-__global__ void __launch_bounds__(kThreads) exchange_kernel(const __grid_constant__ ExchangeParams params) {
-  Exchange<Float, kSources, kMany, kUnits>(params).run();
+template <class Variant>
+__global__ void __launch_bounds__(kThreads, Variant::kBlocks) exchange_kernel(const __grid_constant__ ExchangeParams params) {
+  Variant(params).run();
+}
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls visit(Type<Exchange<...>>) with the variant for a group of cp ranks and rows of dim elements. Sources in flight
+// follow cp: registers that a small group would not use cost occupancy.
+template <class Visit>
+auto with_variant(Dtype dtype, int cp, int dim, Visit visit) {
+  const auto by_ranks = [&](auto number, auto units) {
+    using Float = typename decltype(number)::type;
+    constexpr int kUnits = decltype(units)::value;
+    if (cp == 2) return visit(Type<Exchange<Float, 1, false, kUnits>>());
+    if (cp <= 4) return visit(Type<Exchange<Float, 3, false, kUnits>>());
+    if (cp <= 8) return visit(Type<Exchange<Float, 7, false, kUnits>>());
+    return visit(Type<Exchange<Float, 7, true, kUnits>>());
+  };
+  const auto by_width = [&](auto number) {
+    return dim <= 256 ? by_ranks(number, std::integral_constant<int, 1>()) : by_ranks(number, std::integral_constant<int, 2>());
+  };
+  return dtype == Dtype::bfloat16 ? by_width(Type<BFloat16>()) : by_width(Type<Float16>());
 }
 
 }  // namespace jaxcp::device
