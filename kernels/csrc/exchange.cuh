@@ -9,8 +9,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <type_traits>
-
 #include "access.cuh"
 #include "protocol.h"
 #include "schedule.h"
@@ -73,7 +71,7 @@ template <class Float, int kPeers, bool kMany, int kUnits>
 class Exchange {
  public:
   // Blocks per multiprocessor to leave registers for: 4 are taken per peer and unit in flight.
-  static constexpr int kBlocks = kMany ? 3 : kPeers * kUnits == 1 ? 8 : kPeers * kUnits <= 7 ? 6 : 4;
+  static constexpr int kBlocks = kMany ? 4 : kPeers * kUnits == 1 ? 8 : kPeers * kUnits <= 3 ? 6 : kPeers * kUnits <= 7 ? 5 : 4;
 
   __device__ explicit Exchange(const ExchangeParams& params)
       : p(params),
@@ -390,22 +388,19 @@ struct Type {
   using type = T;
 };
 
-// Calls visit(Type<Exchange<...>>) with the variant for a group of cp ranks and rows of dim elements. Sources in flight
-// follow cp: registers that a small group would not use cost occupancy.
+// Calls visit(Type<Exchange<...>>) with the variant for a group of cp ranks and rows of dim elements. What is in flight
+// follows cp and dim: registers that a call does not use cost occupancy. Groups beyond 8 are correct, not tuned.
 template <class Visit>
 auto with_variant(Dtype dtype, int cp, int dim, Visit visit) {
-  const auto by_ranks = [&](auto number, auto units) {
+  const auto with = [&](auto number) {
     using Float = typename decltype(number)::type;
-    constexpr int kUnits = decltype(units)::value;
-    if (cp == 2) return visit(Type<Exchange<Float, 1, false, kUnits>>());
-    if (cp <= 4) return visit(Type<Exchange<Float, 3, false, kUnits>>());
-    if (cp <= 8) return visit(Type<Exchange<Float, 7, false, kUnits>>());
-    return visit(Type<Exchange<Float, 7, true, kUnits>>());
+    const bool wide = dim > 256;  // more than one unit per lane
+    if (cp == 2) return wide ? visit(Type<Exchange<Float, 1, false, 2>>()) : visit(Type<Exchange<Float, 1, false, 1>>());
+    if (cp <= 4) return wide ? visit(Type<Exchange<Float, 3, false, 2>>()) : visit(Type<Exchange<Float, 3, false, 1>>());
+    if (cp <= 8) return wide ? visit(Type<Exchange<Float, 7, false, 2>>()) : visit(Type<Exchange<Float, 7, false, 1>>());
+    return visit(Type<Exchange<Float, 7, true, 1>>());
   };
-  const auto by_width = [&](auto number) {
-    return dim <= 256 ? by_ranks(number, std::integral_constant<int, 1>()) : by_ranks(number, std::integral_constant<int, 2>());
-  };
-  return dtype == Dtype::bfloat16 ? by_width(Type<BFloat16>()) : by_width(Type<Float16>());
+  return dtype == Dtype::bfloat16 ? with(Type<BFloat16>()) : with(Type<Float16>());
 }
 
 }  // namespace jaxcp::device
