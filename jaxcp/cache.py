@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -186,7 +187,8 @@ def write(
     index = (layer, row // config.page_size, row % config.page_size)
 
     def put(pages, rows):
-        return pages.at[index].set(encode(rows, config.dtype), mode="drop")
+        # Without the barrier XLA:CPU fuses the scatter into a reader of the pages, which then needs a copy of both states.
+        return lax.optimization_barrier(pages.at[index].set(encode(rows, config.dtype), mode="drop"))
 
     dropped = cache.dropped + jnp.sum(real & ~stored, axis=1, dtype=jnp.int32)
     return dataclasses.replace(cache, k=put(cache.k, k), v=None if v is None else put(cache.v, v), dropped=dropped)
