@@ -28,7 +28,7 @@ class Engine(CollectiveEngine):
         spec, axis = self.spec, self.topology.axis_name
         received = lax.all_to_all(self._blocks(partial), axis, split_axis=0, concat_axis=0, tiled=True)
         tokens = partial.o.shape[0]
-        o, lse = packing.unpack(received, tokens * spec.heads_per_rank, spec.head_dim)
+        o, lse = packing.unpack(received, tokens * spec.heads_per_rank, spec.head_dim, spec.dtype)
         merged = lse_lib.merge(Partial(o, lse, partial.base))
         shape = (tokens, spec.heads_per_rank)
         return merged.o.reshape(*shape, spec.head_dim), merged.lse.reshape(shape) if return_lse else None
@@ -49,5 +49,5 @@ class Engine(CollectiveEngine):
     def bytes_sent(self, tokens: int) -> int:
         """One packed block to every peer."""
         spec = self.spec
-        return (spec.cp - 1) * jnp.dtype(spec.dtype).itemsize * packing.packed_elements(
+        return (spec.cp - 1) * jnp.dtype(spec.dtype).itemsize * packing.packed_words(
             tokens * spec.heads_per_rank, spec.head_dim, spec.dtype)
