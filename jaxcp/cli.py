@@ -1,0 +1,112 @@
+"""The command line. Commands are thin and import what they run on use, so that `jaxcp --help` needs no jax."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from jaxcp.errors import JaxcpError, invalid
+
+DEMO_DEVICES = 8
+PROCESS_LIMIT_S = 3600.0
+
+
+class _Commands(TyperGroup):
+    """Ends what the library raises as one line on stderr and exit code 2; `--debug` shows the traceback."""
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except (JaxcpError, ValueError, TypeError, NotImplementedError, FileNotFoundError) as error:
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            typer.echo(f"jaxcp: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(cls=_Commands, help="Context-parallel attention for JAX.", no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
+    """Context-parallel attention for JAX."""
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue, verbatim.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from a file, verbatim.")] = None,
+    model: Annotated[str, typer.Option(help="A known model.")] = "smollm2",
+    model_file: Annotated[Path | None, typer.Option(help="A llama GGUF file to read instead.")] = None,
+    cp: Annotated[int, typer.Option(help="Ranks that share the KV cache.")] = 1,
+    backend: Annotated[str, typer.Option(help="Exchange: auto, or a name that `jaxcp doctor` lists.")] = "auto",
+    max_new: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    speculate: Annotated[int, typer.Option(help="Tokens drafted by prompt look-up and verified per step.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Last line of stdout: the result as JSON; text goes to stderr.")
+    ] = False,
+    processes: Annotated[int, typer.Option(help="Processes of this host that share the ranks.")] = 1,
+) -> None:
+    """Continue a prompt greedily with a real model whose KV cache is split over the ranks."""
+    from jaxcp import launch
+    from jaxcp.models import completion
+
+    request = completion.Request(
+        completion.prompt_text(prompt, file), model, model_file, cp, backend, max_new, speculate, ignore_eos
+    )
+    if processes != 1 and not launch.launched():
+        _relaunch(processes, cp)
+        return
+    launch.virtual_devices(max(cp, 1))
+    with launch.joined() as process, open(os.devnull, "w") as nowhere:
+        text = nowhere if process else sys.stderr if as_json else sys.stdout
+        record = completion.complete(request, text, sys.stderr)
+        launch.report(record)
+    if as_json and process == 0:
+        typer.echo(json.dumps(record))
+
+
+@app.command()
+def demo() -> None:
+    """Decode the same prompt with cp = 1, 2, 3, 8 and every usable backend; fails if a token differs."""
+    from jaxcp import launch
+
+    launch.virtual_devices(DEMO_DEVICES)
+    from jaxcp.models import demo
+
+    if not demo.run():
+        typer.echo("jaxcp: tokens differ", err=True)
+        raise typer.Exit(1)
+
+
+def _relaunch(processes: int, cp: int) -> None:
+    """Runs this very command in `processes` processes and ends as they do."""
+    from jaxcp import launch
+
+    if processes < 1 or cp % processes:
+        raise invalid(
+            "processes", processes, f"a divisor of cp = {cp}", "Every process holds the same number of ranks."
+        )
+    outcomes = launch.run(
+        ["-m", "jaxcp.cli", *sys.argv[1:]], processes, devices=cp // processes, limit_s=PROCESS_LIMIT_S, show_first=True
+    )
+    failures = [outcome.failure for outcome in outcomes if outcome.failure]
+    for failure in failures:
+        typer.echo(f"jaxcp: {failure}", err=True)
+    if failures:
+        raise typer.Exit(max(outcome.exit_code or 1 for outcome in outcomes))
+
+
+def main() -> None:
+    """Entry point of the `jaxcp` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
