@@ -22,13 +22,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxcp.attention.api import usable_pages
-from jaxcp.attention.checks import CACHE_DTYPES
 from jaxcp.errors import CacheOverflowError, invalid
 from jaxcp.layout import INT32_MAX, Interleave, positive_int
 from jaxcp.pages import checked_page_table, even_page_table
-
-E4M3_MAX = 448.0
-"""Largest finite float8_e4m3fn; the cast saturates here, where plain rounding would give NaN."""
+from jaxcp.storage import cache_dtype, encode, page_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +37,8 @@ class CacheConfig:
       kv_heads: KV heads, at least 1.
       key_dim, value_dim: widths of a key and a value row.
       latent: MLA: a value is the first `value_dim` columns of the one shared key row, and is not stored again.
-      dtype: bfloat16, float16, float32 or float8_e4m3fn (unscaled, saturating at 448); float64 for checks.
+      dtype: bfloat16, float16, float32 or float8_e4m3fn (unscaled, saturating at 448, kept as uint8); float64 for
+        checks.
       page_size: rows of a page on one rank.
     """
 
@@ -58,7 +56,7 @@ class CacheConfig:
         if self.latent and (self.kv_heads != 1 or self.value_dim > self.key_dim):
             raise invalid("latent", f"kv_heads={self.kv_heads}, key_dim={self.key_dim}, value_dim={self.value_dim}",
                           "kv_heads=1 and value_dim <= key_dim", "A latent cache stores one shared row per token.")
-        object.__setattr__(self, "dtype", _cache_dtype(self.dtype))
+        object.__setattr__(self, "dtype", cache_dtype(self.dtype))
 
     @classmethod
     def gqa(cls, *, layers: int, kv_heads: int, head_dim: int, dtype: Any = "bfloat16", page_size: int = 16):
@@ -153,11 +151,12 @@ def init_cache(
         raise invalid("pages", pages, f"2 <= pages <= {INT32_MAX // widened}",
                       "Page 0 is reserved, and token slots of the whole pool are int32.")
     table = even_page_table(pages, requests) if page_table is None else checked_page_table(page_table, pages, requests)
+    dtype = page_dtype(config.dtype)
     shape = (config.layers, pages * layout.cp, config.page_size, config.kv_heads)
 
     def zeros():
-        k = jnp.zeros((*shape, config.key_dim), config.dtype)
-        v = None if config.latent else jnp.zeros((*shape, config.value_dim), config.dtype)
+        k = jnp.zeros((*shape, config.key_dim), dtype)
+        v = None if config.latent else jnp.zeros((*shape, config.value_dim), dtype)
         return Cache(k, v, jnp.asarray(table), jnp.zeros(requests, jnp.int32), config, layout)
 
     if mesh is None:
@@ -187,18 +186,11 @@ def write(
     index = (layer, row // config.page_size, row % config.page_size)
 
     def put(pages, rows):
-        # Without the barrier XLA:CPU fuses the scatter into a reader of the pages, which then needs a copy of both states.
+        # Without the barrier XLA:CPU fuses the scatter into a reader of the pages, and then copies the whole cache.
         return lax.optimization_barrier(pages.at[index].set(encode(rows, config.dtype), mode="drop"))
 
     dropped = cache.dropped + jnp.sum(real & ~stored, axis=1, dtype=jnp.int32)
     return dataclasses.replace(cache, k=put(cache.k, k), v=None if v is None else put(cache.v, v), dropped=dropped)
-
-
-def encode(x: Array, dtype: Any) -> Array:
-    """`x` as cached: rounded to `dtype`; float8_e4m3fn saturates at +-448 (NaN stays NaN)."""
-    if jnp.dtype(dtype) == jnp.float8_e4m3fn:
-        x = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
-    return x.astype(dtype)
 
 
 def check(cache: Cache) -> None:
@@ -240,13 +232,3 @@ def _check_mesh(layout: Interleave, mesh: Mesh | None, axis_name: str | None) ->
     if layout.cp != size:
         raise invalid("layout.cp", layout.cp, f"{size}, the size of axis {axis_name!r}",
                       "Every rank of the axis owns a share.")
-
-
-def _cache_dtype(dtype: Any) -> np.dtype:
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or found.name not in CACHE_DTYPES:
-        raise invalid("dtype", repr(dtype), " or ".join(CACHE_DTYPES), "Choose a cache dtype.", TypeError)
-    return found

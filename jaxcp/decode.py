@@ -16,9 +16,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxcp import cache as _cache
-from jaxcp import lse
+from jaxcp import lse, storage
 from jaxcp.attention import attention as partial_attention
-from jaxcp.attention.checks import QUERY_DTYPES, layer_index, query_tokens, request_ints
+from jaxcp.attention.checks import layer_index, query_tokens, request_ints
 from jaxcp.attention.online import attend_rows, group_heads, merge_steps, ungroup_heads
 from jaxcp.cache import Cache as Cache
 from jaxcp.cache import CacheConfig as CacheConfig
@@ -30,6 +30,7 @@ from jaxcp.layout import Ints, positive_int
 from jaxcp.lse import LogBase
 from jaxcp.pages import PagePool as PagePool
 from jaxcp.prefix import OwnHeads, gather_chunk, pages_per_chunk
+from jaxcp.storage import QUERY_DTYPES
 
 
 def attention(
@@ -162,7 +163,7 @@ class _Step:
 
     def as_cached(self, cache: Cache) -> tuple[Array, Array | None]:
         """The new tokens' rows as a later step will read them."""
-        k, v = (None if x is None else _cache.encode(x, cache.config.dtype) for x in (self.k, self.v))
+        k, v = (None if x is None else storage.decode(storage.encode(x, cache.config.dtype)) for x in (self.k, self.v))
         return k, v
 
     def bounds(self, cache: Cache, per_token: int) -> tuple[Array, Array]:

@@ -13,13 +13,14 @@ import math
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxcp.attention.api import usable_pages
 from jaxcp.attention.paged import read_pages
 from jaxcp.cache import Cache, CacheConfig
 from jaxcp.exchange import Exchange
 from jaxcp.layout import Interleave
+from jaxcp.storage import decode
 
 
 def pages_per_chunk(cache: Cache, chunk: int) -> int:
@@ -45,24 +46,20 @@ def gather_chunk(
     ids = lax.dynamic_slice_in_dim(table, first_page, pages, axis=1)
 
     def gather(rows):
-        return None if rows is None else in_token_order(read_pages(rows, layer, ids), cache.layout, axis_name)
+        return None if rows is None else decode(in_token_order(read_pages(rows, layer, ids), cache.layout, axis_name))
 
     return gather(cache.k), gather(cache.v)
 
 
 def in_token_order(
-    rows: Float[Array, "requests own kv_heads dim"], layout: Interleave, axis_name: str
-) -> Float[Array, "requests keys kv_heads dim"]:
-    """Every rank's rows of whole cycles, all-gathered and put in token order. float8 travels as bytes."""
+    rows: Shaped[Array, "requests own kv_heads dim"], layout: Interleave, axis_name: str
+) -> Shaped[Array, "requests keys kv_heads dim"]:
+    """Every rank's stored rows of whole cycles, all-gathered and put in token order."""
     if layout.cp == 1:
         return rows
-    dtype = rows.dtype
-    if dtype.itemsize == 1:
-        rows = lax.bitcast_convert_type(rows, jnp.uint8)
     requests, own, kv_heads, dim = rows.shape
     ranks = lax.all_gather(rows, axis_name).reshape(layout.cp, requests, -1, layout.granularity, kv_heads, dim)
-    rows = ranks.transpose(1, 2, 0, 3, 4, 5).reshape(requests, own * layout.cp, kv_heads, dim)
-    return lax.bitcast_convert_type(rows, dtype) if dtype.itemsize == 1 else rows
+    return ranks.transpose(1, 2, 0, 3, 4, 5).reshape(requests, own * layout.cp, kv_heads, dim)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,12 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxcp import lse
-from jaxcp.attention.checks import CACHE_DTYPES, QUERY_DTYPES, axes, layer_index, query_tokens, request_ints
+from jaxcp.attention.checks import axes, layer_index, query_tokens, request_ints
 from jaxcp.attention.paged import paged_attention
 from jaxcp.errors import BackendError, invalid
 from jaxcp.layout import Interleave, Ints
 from jaxcp.lse import LogBase, Partial
+from jaxcp.storage import PAGE_DTYPES, QUERY_DTYPES
 
 logger = logging.getLogger("jaxcp")
 
@@ -72,8 +73,8 @@ def attention(
     Args:
       q: [tokens, heads, key_dim], bfloat16, float16 or float32 (float64 for checks); tokens = requests * query_tokens,
         request by request. Softmax is in float32; float32 queries use the highest matmul precision.
-      k_pages: [layers, pages, page_size, kv_heads, key_dim]; a query's dtype or float8_e4m3fn. Head j uses KV head
-        j // (heads / kv_heads).
+      k_pages: [layers, pages, page_size, kv_heads, key_dim]; a query's dtype, or uint8: the bits of float8_e4m3fn. Head
+        j uses KV head j // (heads / kv_heads).
       v_pages: [layers, pages, page_size, kv_heads, value_dim], or None where values are the first `value_dim` columns
         of the keys (MLA's latent row).
       page_table: [requests, table], int32 page ids in token order; an id outside [1, pages) ends the request's keys.
@@ -136,7 +137,7 @@ def usable_pages(page_table: Array, pages: int) -> tuple[Array, Array]:
 
 def _problem(q, k_pages, v_pages, page_table, lengths, counts, value_dim) -> Problem:
     axes("q", q, QUERY_DTYPES, "tokens", "heads", "key_dim")
-    axes("k_pages", k_pages, CACHE_DTYPES, "layers", "pages", "page_size", "kv_heads", "key_dim")
+    axes("k_pages", k_pages, PAGE_DTYPES, "layers", "pages", "page_size", "kv_heads", "key_dim")
     if q.shape[2] != k_pages.shape[4]:
         raise invalid("q.shape", q.shape, f"[tokens, heads, key_dim={k_pages.shape[4]}]",
                       "Queries and keys share a width.")
@@ -145,7 +146,7 @@ def _problem(q, k_pages, v_pages, page_table, lengths, counts, value_dim) -> Pro
             raise invalid("value_dim", value_dim, f"an integer in [1, key_dim={k_pages.shape[4]}]",
                           "Without v_pages a value is the head of its key row; say how wide it is.")
     else:
-        axes("v_pages", v_pages, CACHE_DTYPES, "layers", "pages", "page_size", "kv_heads", "value_dim")
+        axes("v_pages", v_pages, PAGE_DTYPES, "layers", "pages", "page_size", "kv_heads", "value_dim")
         if v_pages.shape[:4] != k_pages.shape[:4] or value_dim not in (None, v_pages.shape[4]):
             raise invalid("v_pages.shape", v_pages.shape, f"{(*k_pages.shape[:4], value_dim or 'value_dim')}",
                           "Keys and values are paged alike.")

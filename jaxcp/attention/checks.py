@@ -10,9 +10,6 @@ from jaxtyping import Array
 from jaxcp.errors import invalid
 from jaxcp.layout import INT32_MAX, Ints
 
-QUERY_DTYPES = ("bfloat16", "float16", "float32", "float64")
-CACHE_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn")
-
 
 def layer_index(layer: Any, layers: int) -> Array:
     """`layer` as an int32 scalar; host integers are checked."""

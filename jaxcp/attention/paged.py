@@ -8,16 +8,17 @@ import math
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxcp.attention.online import attend_blocks, block_keys, group_heads, ungroup_heads
 from jaxcp.lse import LogBase, Partial
+from jaxcp.storage import decode
 
 
 def paged_attention(
     q: Float[Array, "tokens heads key_dim"],
-    k_pages: Float[Array, "layers pages page_size kv_heads key_dim"],
-    v_pages: Float[Array, "layers pages page_size kv_heads value_dim"] | None,
+    k_pages: Shaped[Array, "layers pages page_size kv_heads key_dim"],
+    v_pages: Shaped[Array, "layers pages page_size kv_heads value_dim"] | None,
     page_table: Int[Array, "requests table"],
     visible: Int[Array, "requests query_tokens"],
     *, layer: Array, value_dim: int, scale: float, base: LogBase,
@@ -38,8 +39,8 @@ def paged_attention(
 
     def block(i):
         ids = lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
-        k = read_pages(k_pages, layer, ids)
-        return k, k[..., :value_dim] if v_pages is None else read_pages(v_pages, layer, ids)
+        k = decode(read_pages(k_pages, layer, ids))
+        return k, k[..., :value_dim] if v_pages is None else decode(read_pages(v_pages, layer, ids))
 
     bound = jnp.repeat(visible, rows.shape[2] // query_tokens, axis=1)
     partial = attend_blocks(rows, block, bound, keys=keys, value_dim=value_dim, scale=scale, base=base)
@@ -47,8 +48,8 @@ def paged_attention(
 
 
 def read_pages(
-    pages: Float[Array, "layers pages page_size kv_heads dim"], layer: Array, ids: Int[Array, "requests table"]
-) -> Float[Array, "requests keys kv_heads dim"]:
-    """The rows of the given pages of one layer, request by request, in the order of `ids`."""
+    pages: Shaped[Array, "layers pages page_size kv_heads dim"], layer: Array, ids: Int[Array, "requests table"]
+) -> Shaped[Array, "requests keys kv_heads dim"]:
+    """The stored rows of the given pages of one layer, request by request, in the order of `ids`."""
     rows = pages.at[layer, ids].get(mode="clip")
     return rows.reshape(ids.shape[0], -1, *pages.shape[3:])
