@@ -7,12 +7,14 @@ if TYPE_CHECKING:
     from jaxcp import decode as decode
     from jaxcp import layout as layout
     from jaxcp import lse as lse
+    from jaxcp import qsa as qsa
     from jaxcp.errors import (
         BackendError as BackendError,
         BuildError as BuildError,
         CacheOverflowError as CacheOverflowError,
         JaxcpError as JaxcpError,
         PeerTimeoutError as PeerTimeoutError,
+        StaleCacheError as StaleCacheError,
         TopologyError as TopologyError,
     )
     from jaxcp.exchange import Exchange as Exchange, explain as explain
@@ -21,9 +23,10 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "Exchange": "jaxcp.exchange", "explain": "jaxcp.exchange",
     "LogBase": "jaxcp.lse", "Partial": "jaxcp.lse",
-    "layout": None, "lse": None, "decode": None,
+    "layout": None, "lse": None, "decode": None, "qsa": None,
     "BackendError": "jaxcp.errors", "BuildError": "jaxcp.errors", "CacheOverflowError": "jaxcp.errors",
-    "JaxcpError": "jaxcp.errors", "PeerTimeoutError": "jaxcp.errors", "TopologyError": "jaxcp.errors",
+    "JaxcpError": "jaxcp.errors", "PeerTimeoutError": "jaxcp.errors", "StaleCacheError": "jaxcp.errors",
+    "TopologyError": "jaxcp.errors",
 }  # fmt: skip
 
 __all__ = sorted(_EXPORTS)  # pyright: ignore[reportUnsupportedDunderAll]

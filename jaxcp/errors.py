@@ -31,6 +31,10 @@ class CacheOverflowError(JaxcpError):
     """A length known only on the device exceeded the cache; the rows were dropped, not written elsewhere."""
 
 
+class StaleCacheError(JaxcpError):
+    """A forward continued from a length of which the cache does not hold the pending state."""
+
+
 def invalid[E: Exception](argument: str, got: Any, expected: str, remedy: str, kind: type[E] = ValueError) -> E:
     """The exception for a bad argument, worded the same everywhere.
 

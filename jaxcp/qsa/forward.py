@@ -1,0 +1,101 @@
+"""One layer over a set of query rows, prefill and decode alike; and the count of what was traced."""
+
+import collections
+import logging
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
+
+from jaxcp.errors import invalid
+from jaxcp.lse import accumulation_dtype
+from jaxcp.qsa.cache import Cache, check_cache
+from jaxcp.qsa.layer import output, project
+from jaxcp.qsa.params import Params, check_params
+from jaxcp.qsa.queries import Queries
+from jaxcp.qsa.rope import table
+from jaxcp.qsa.segments import Segments, rows_of
+from jaxcp.qsa.selection import SELECT
+from jaxcp.qsa.sparse import ATTEND
+from jaxcp.qsa.update import update
+
+_log = logging.getLogger(__name__)
+_traces: collections.Counter[str] = collections.Counter()
+_announced: set[str] = set()
+
+
+def forward(
+    params: Params,
+    x: Float[Array, "rows hidden"],
+    cache: Cache,
+    segments: Segments,
+    rope: Int[Array, "3 rows"] | None,
+    layer: Int[Array, ""],
+    *,
+    context: int,
+    longest: int,
+    implementation: str,
+) -> tuple[Float[Array, "rows hidden"], Cache, Int32[Array, "rows k"]]:
+    """y of every row (0 for padding), the cache after the rows' tokens, and the selection.
+
+    Args:
+      rope: rope positions; None: the logical ones.
+      context: bound of every request's tokens.
+      longest: bound of a segment's rows.
+    """
+    config = params.config
+    rows = rows_of(segments, len(x))
+    if rope is None:
+        rope = jnp.broadcast_to(jnp.maximum(rows.position, 0), (3, len(x)))
+    projected = project(params, x, table(config, rope, accumulation_dtype(x.dtype)))
+    cache, rows = update(params, cache, layer, projected.k, projected.v, projected.index_k, rope, rows, segments)
+    queries = Queries(segments, rows, min(context, cache.capacity), longest)
+    blocks = resolve("selection", SELECT, implementation)(projected.index_q, cache, layer, queries, config)
+    attended = resolve("sparse attention", ATTEND, implementation)(projected.q, blocks, cache, layer, queries, config)
+    return output(params, attended.o, projected.gate, rows.real), cache, blocks
+
+
+def resolve(operation: str, table: dict, implementation: str):
+    """The implementation of that name; "auto" takes the first, and logs it once.
+
+    Raises:
+      ValueError: no implementation has the name.
+    """
+    if implementation == "auto":
+        implementation = next(iter(table))
+        if operation not in _announced:
+            _announced.add(operation)
+            _log.info("QSA %s: %s, the only implementation", operation, implementation)
+    if implementation not in table:
+        raise invalid(
+            "implementation", repr(implementation), f"'auto' or one of {sorted(table)}", f"It chooses the {operation}."
+        )
+    return table[implementation]
+
+
+def check_arguments(params: Params, x: Array, cache: Cache, rows: int, remedy: str) -> None:
+    """Raises unless params, x [rows, hidden] and cache belong together; looks at shapes and dtypes while tracing."""
+    check_params(params)
+    check_cache(cache, params.config)
+    if x.shape != (rows, params.config.hidden):
+        raise invalid("x.shape", x.shape, f"{(rows, params.config.hidden)}, [rows, hidden]", remedy)
+    for name, dtype in (("x.dtype", x.dtype), ("cache.dtype", cache.dtype)):
+        if dtype != params.dtype:
+            raise invalid(
+                name, dtype, f"{params.dtype}, the dtype of params", "Use one dtype for the layer.", TypeError
+            )
+
+
+def check_layer(layer, cache: Cache) -> None:
+    """Raises if a host integer `layer` is not one of the cache's."""
+    if not isinstance(layer, Array) and not 0 <= layer < cache.layers:
+        raise invalid("layer", layer, f"0 <= layer < {cache.layers}", "The cache has that many layers.")
+
+
+def count_trace(name: str) -> None:
+    """Notes that the program `name` is being traced."""
+    _traces[name] += 1
+
+
+def traces() -> dict[str, int]:
+    """How often each program was traced in this process, by name: {"prefill": ..., "decode": ...}."""
+    return dict(_traces)

@@ -1,0 +1,85 @@
+"""Row-wise mathematics of a QSA layer: what needs no other token.
+
+[q_h | g_h] = W_q x       k_j = W_k x       v_j = W_v x       u = W_index x
+q_h <- rope(N_q(q_h))     k_j <- rope(N_k(k_j))     a_h = rope(N_iq(u_h))     kappa = u_last, neither normed nor rotated
+c_n = rope(N_ik(mean of the block's kappa))        at the rope position of the block's first token
+y = W_o concat_h(o_h * sigmoid(g_h))
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxcp.qsa.numerics import linear, narrow, norm, rounded, widen
+from jaxcp.qsa.params import Params
+from jaxcp.qsa.rope import Table, rotate
+
+
+class Projected(NamedTuple):
+    """Projections of token rows, in the layer's dtype.
+
+    Attributes:
+      q: [rows, heads, head_dim], normed and rotated.
+      gate: [rows, heads, head_dim], before the sigmoid.
+      k: [rows, kv_heads, head_dim], normed and rotated.
+      v: [rows, kv_heads, head_dim].
+      index_q: [rows, index_heads, index_dim], normed and rotated.
+      index_k: [rows, index_dim], raw.
+    """
+
+    q: Float[Array, "rows heads head_dim"]
+    gate: Float[Array, "rows heads head_dim"]
+    k: Float[Array, "rows kv_heads head_dim"]
+    v: Float[Array, "rows kv_heads head_dim"]
+    index_q: Float[Array, "rows index_heads index_dim"]
+    index_k: Float[Array, "rows index_dim"]
+
+
+def project(params: Params, x: Float[Array, "rows hidden"], angles: Table) -> Projected:
+    """Projections, norms and rotations of every row; `angles` are of the rows' rope positions."""
+    c, indexer = params.config, params.indexer
+    q_gate = linear(x, params.q_proj).reshape(len(x), c.heads, 2, c.head_dim)
+    k, v = (linear(x, w).reshape(len(x), c.kv_heads, c.head_dim) for w in (params.k_proj, params.v_proj))
+    index = linear(x, indexer.index_qk_proj).reshape(len(x), c.index_heads + 1, c.index_dim)
+    return Projected(
+        q=_main(q_gate[:, :, 0], params.q_norm, angles, c.eps),
+        gate=q_gate[:, :, 1],
+        k=_main(k, params.k_norm, angles, c.eps),
+        v=v,
+        index_q=_index(index[:, :-1], indexer.q_layernorm, angles, c.eps),
+        index_k=index[:, -1],
+    )
+
+
+def compress(
+    params: Params, keys: Float[Array, "blocks ratio index_dim"], angles: Table
+) -> Float[Array, "blocks index_dim"]:
+    """c_n of whole blocks from their raw keys; `angles` are of the blocks' first rope positions."""
+    total = widen(keys[:, 0])
+    for member in range(1, keys.shape[1]):  # token order is part of the result's definition
+        total = total + widen(keys[:, member])
+    mean = narrow(total * (1 / keys.shape[1]), keys.dtype)
+    return _index(mean, params.indexer.k_layernorm, angles, params.config.eps)
+
+
+def output(
+    params: Params,
+    o: Float[Array, "rows heads head_dim"],
+    gate: Float[Array, "rows heads head_dim"],
+    real: Bool[Array, " rows"],
+) -> Float[Array, "rows hidden"]:
+    """y of every row; 0 where the row is padding."""
+    gated = narrow(widen(o) * jax.nn.sigmoid(widen(gate)), o.dtype)
+    return jnp.where(real[:, None], linear(gated.reshape(len(o), -1), params.o_proj), 0)
+
+
+def _main(x, weight, angles: Table, eps: float):
+    """Norm, rounded; rotation, rounded once."""
+    return narrow(rotate(rounded(norm(widen(x), weight, eps), x.dtype), angles), x.dtype)
+
+
+def _index(x, weight, angles: Table, eps: float):
+    """Norm, rounded; rotation with every operand and product rounded."""
+    return narrow(rotate(rounded(norm(widen(x), weight, eps), x.dtype), angles, step=x.dtype), x.dtype)

@@ -1,0 +1,78 @@
+"""Where a QSA layer rounds.
+
+In bfloat16 a layer computes in float32 and rounds at stated points (the model's CUDA path): after every projection,
+after a norm, once after a main rotation, after every product of an index rotation, before the values product, at the
+output. XLA may drop a narrowing conversion that is followed by a widening one (xla_allow_excess_precision, on by
+default), which would move those points. `lax.reduce_precision` is never dropped, so every point goes through it here.
+In float32 and float64 nothing is rounded.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from jaxcp.lse import accumulation_dtype
+
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+MODEL_DTYPES = tuple(jnp.dtype(t) for t in (jnp.bfloat16, jnp.float32, jnp.float64))
+
+
+def rounded(x: Float[Array, "..."], dtype) -> Float[Array, "..."]:
+    """`x` with its values rounded to `dtype`, still in x's own dtype."""
+    if x.dtype == dtype or jnp.dtype(dtype) not in MODEL_DTYPES or jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
+        return x
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
+def widen(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x` in the dtype it is computed in (float32, or float64 for float64), rounded as its own dtype says."""
+    return rounded(x.astype(accumulation_dtype(x.dtype)), x.dtype)
+
+
+def narrow(x: Float[Array, "..."], dtype) -> Float[Array, "..."]:
+    """`x` rounded to `dtype` and stored in it."""
+    return rounded(x, dtype).astype(dtype)
+
+
+def precision(dtype) -> lax.Precision | None:
+    """Matmul precision: full float32 products for float32 (GPUs default to TF32), the dtype's own otherwise."""
+    return None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+
+
+def contract(equation: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
+    """einsum of two operands of one dtype, accumulated and returned in float32 (float64 for float64)."""
+    return jnp.einsum(equation, a, b, precision=precision(a.dtype), preferred_element_type=accumulation_dtype(a.dtype))
+
+
+def linear(x: Float[Array, "... inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "... outputs"]:
+    """x W^T in x's dtype; weights are stored as in the checkpoint, [outputs, inputs]."""
+    return jnp.einsum("...i,oi->...o", x, weight, precision=precision(x.dtype))
+
+
+def norm(x: Float[Array, "... dim"], weight: Float[Array, " dim"], eps: float) -> Float[Array, "... dim"]:
+    """Zero-centred RMS norm over the last axis, x already widened: x / sqrt(mean(x^2) + eps) * (1 + weight)."""
+    gain = 1 + weight.astype(x.dtype)
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * gain
+
+
+def to_storage(x: Shaped[Array, "..."], dtype) -> Shaped[Array, "..."]:
+    """`x` as a cache of `dtype` stores it: a plain cast, e4m3 saturated and kept as its bits.
+
+    e4m3 has no infinity: a plain cast turns everything above 448 into NaN, which one row would spread to all its
+    readers. XLA widens a whole float8 buffer to float16 to scatter into it; a buffer of uint8 is written in place.
+    """
+    if dtype != E4M3:
+        return x.astype(dtype)
+    limit = float(jnp.finfo(E4M3).max)
+    return lax.bitcast_convert_type(jnp.clip(x, -limit, limit).astype(E4M3), jnp.uint8)
+
+
+def from_storage(x: Shaped[Array, "..."], dtype) -> Float[Array, "..."]:
+    """Inverse of `to_storage`, in the cache's dtype."""
+    return lax.bitcast_convert_type(x, E4M3) if dtype == E4M3 else x
+
+
+def storage_dtype(dtype) -> jnp.dtype:
+    """Element type of the buffer that stores values of `dtype`."""
+    return jnp.dtype(jnp.uint8) if dtype == E4M3 else jnp.dtype(dtype)

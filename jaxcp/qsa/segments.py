@@ -1,0 +1,113 @@
+"""Segments: runs of neighbouring query rows of one request, and the maps that device code makes from them.
+
+A forward is described by four int32 per segment (host work is O(segments)); which request and position a row has, which
+blocks a forward finishes and how rows are tiled is computed on the device, by one rule: `spread` lays ragged counts out
+over a static capacity.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Int32
+
+
+class Segments(NamedTuple):
+    """Runs of query rows, in ascending order of `first_row`; unused segments have count 0.
+
+    Attributes:
+      first_row: int32 [segments], row of the run's first token.
+      count: int32 [segments], its tokens.
+      prefix: int32 [segments], position in its request of the run's first token.
+      request: int32 [segments], the request's row in the cache.
+    """
+
+    first_row: Int32[Array, " segments"]
+    count: Int32[Array, " segments"]
+    prefix: Int32[Array, " segments"]
+    request: Int32[Array, " segments"]
+
+    @property
+    def total(self) -> Int32[Array, " segments"]:
+        """Tokens of the request up to the run's end."""
+        return self.prefix + self.count
+
+
+class Rows(NamedTuple):
+    """What each query row is.
+
+    Attributes:
+      segment: int32 [rows].
+      request: int32 [rows], row in the cache.
+      position: int32 [rows], logical position in the request; -1 for a padding row, which sees no key.
+    """
+
+    segment: Int32[Array, " rows"]
+    request: Int32[Array, " rows"]
+    position: Int32[Array, " rows"]
+
+    @property
+    def real(self) -> Bool[Array, " rows"]:
+        """Whether the row is a token rather than padding."""
+        return self.position >= 0
+
+
+def spread(
+    counts: Int[Array, " owners"], capacity: int
+) -> tuple[Int32[Array, " items"], Int32[Array, " items"], Bool[Array, " items"]]:
+    """Items of all owners one after another, counts[o] for owner o, over a static capacity.
+
+    Returns:
+      owner, item's index within its owner, and whether the item exists; [capacity] each. Items past the sum of the
+      counts do not exist: their owner and index are in range but mean nothing.
+    """
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    item = jnp.arange(capacity, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, item, side="right").astype(jnp.int32)
+    exists = owner < len(counts)
+    owner = jnp.minimum(owner, len(counts) - 1)
+    return owner, jnp.where(exists, item - (ends - counts)[owner], 0).astype(jnp.int32), exists
+
+
+def rows_of(segments: Segments, rows: int) -> Rows:
+    """Segment, request and position of each of `rows` rows."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    segment = (jnp.searchsorted(segments.first_row, row, side="right") - 1).astype(jnp.int32)
+    segment = jnp.maximum(segment, 0)
+    offset = row - segments.first_row[segment]
+    real = (offset >= 0) & (offset < segments.count[segment])
+    position = jnp.where(real, segments.prefix[segment] + offset, -1)
+    return Rows(segment, segments.request[segment], position.astype(jnp.int32))
+
+
+class Tiles(NamedTuple):
+    """Query rows in tiles of one static length, every tile of a single segment.
+
+    Attributes:
+      request: int32 [tiles].
+      row: int32 [tiles, length], row of each query; clipped into range where there is none.
+      position: int32 [tiles, length], -1 where there is no query.
+      tile: int32 [rows], tile that holds a row.
+      place: int32 [rows], its place there; both mean nothing for padding rows.
+    """
+
+    request: Int32[Array, " tiles"]
+    row: Int32[Array, "tiles length"]
+    position: Int32[Array, "tiles length"]
+    tile: Int32[Array, " rows"]
+    place: Int32[Array, " rows"]
+
+
+def tiles_of(segments: Segments, rows: Rows, length: int, longest: int) -> Tiles:
+    """Tiles of `length` rows, as many as segments of at most `longest` rows can need."""
+    total, n_segments = len(rows.position), len(segments.count)
+    tiles = -(-jnp.minimum(segments.count, longest) // length)
+    capacity = min((total + n_segments * (length - 1)) // length, n_segments * -(-longest // length))
+    segment, index, exists = spread(tiles, capacity)
+    offset = index[:, None] * length + jnp.arange(length, dtype=jnp.int32)
+    inside = exists[:, None] & (offset < segments.count[segment][:, None])
+    row = jnp.where(inside, segments.first_row[segment][:, None] + offset, 0)
+    position = jnp.where(inside, rows.position[row], -1)
+    first_tile = (jnp.cumsum(tiles, dtype=jnp.int32) - tiles)[rows.segment]
+    offset = jnp.arange(total, dtype=jnp.int32) - segments.first_row[rows.segment]
+    tile = jnp.clip(first_tile + offset // length, 0, len(segment) - 1)
+    return Tiles(segments.request[segment], row, position, tile, offset % length)
