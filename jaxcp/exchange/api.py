@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxcp import lse as lse_lib
 from jaxcp.errors import JaxcpError, invalid
+from jaxcp.exchange import order
 from jaxcp.exchange.resolve import module, resolve
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.lse import LogBase, Partial
@@ -95,7 +96,8 @@ class Exchange:
         partial = lse_lib.validated(partial, rank=3)
         self._check_shape(partial)
         self._check_axis()
-        o, lse = self._batched(partial.base, return_lse)(partial.o, partial.lse)
+        (o, lse), token = self._batched(partial.base, return_lse)(partial.o, partial.lse, order.current())
+        order.enter(token)
         return (o, lse) if return_lse else o
 
     def check(self) -> None:
@@ -126,16 +128,17 @@ class Exchange:
         """The exchange as a function of arrays that vmap folds into tokens: a batch costs one exchange, not many."""
 
         @custom_vmap
-        def call(o, lse):
-            return self._sliced(Partial(o, lse, base), return_lse)
+        def call(o, lse, token):
+            order.enter(token)  # a custom_vmap function is a trace of its own: join it to the calls outside
+            return self._sliced(Partial(o, lse, base), return_lse), order.current()
 
         @call.def_vmap
-        def fold(size, in_batched, o, lse):
+        def fold(size, in_batched, o, lse, token):
             o, lse = (x if batched else jnp.broadcast_to(x, (size, *x.shape))
-                      for x, batched in zip((o, lse), in_batched, strict=True))
-            out = call(o.reshape(-1, *o.shape[2:]), lse.reshape(-1, *lse.shape[2:]))
+                      for x, batched in zip((o, lse), in_batched, strict=False))
+            out, token = call(o.reshape(-1, *o.shape[2:]), lse.reshape(-1, *lse.shape[2:]), token)
             out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
-            return out, jax.tree.map(lambda x: True, out)
+            return (out, token), (jax.tree.map(lambda x: True, out), False)
 
         return call
 

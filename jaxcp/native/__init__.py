@@ -1,0 +1,8 @@
+"""The C++/CUDA library: find compilers, build once, cache, load, register. Importing this builds nothing."""
+
+from jaxcp.native.builder import ARCHITECTURES as ARCHITECTURES
+from jaxcp.native.builder import build as build
+from jaxcp.native.builder import cache_folder as cache_folder
+from jaxcp.native.builder import source_folder as source_folder
+from jaxcp.native.library import Library as Library
+from jaxcp.native.library import load as load

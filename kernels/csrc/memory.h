@@ -1,6 +1,6 @@
 // Memory that peers can write: the only thing in which the GPU and its host twin differ when a workspace is made.
 //
-// memory_cuda.cu: cudaMalloc, peer access inside a process, CUDA IPC handles between processes of a host.
+// memory_cuda.cc: cudaMalloc, peer access inside a process, CUDA IPC handles between processes of a host.
 // memory_host.cc: anonymous pages inside a process, POSIX shared memory between processes of a host.
 //
 // All functions throw std::runtime_error with the system's own words.

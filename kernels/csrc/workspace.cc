@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <stdexcept>
+#include <utility>
+
+#include "block.h"
 
 namespace jaxcp {
 namespace {
@@ -14,19 +17,19 @@ constexpr std::size_t kRunsRemembered = 256;  // executions in flight on one pro
 Workspace::Workspace(const Config& given)
     : config(given), by_rank_(static_cast<std::size_t>(given.cp)), imported_(static_cast<std::size_t>(given.cp)) {
   own_ = static_cast<std::uint8_t*>(
-      memory::allocate(config.device, config.layout().bytes(), config.across_processes != 0));
+      memory::allocate(config.device, block::bytes(config), config.across_processes != 0));
   by_rank_[static_cast<std::size_t>(config.rank)] = own_;
   try {
     status_ = static_cast<uint64_t*>(memory::allocate_mapped(config.device, sizeof(uint64_t), &status_on_device_));
     blank();
   } catch (...) {
-    memory::release(config.device, own_, config.layout().bytes());
+    if (status_ != nullptr) memory::release_mapped(config.device, status_, sizeof(uint64_t));
+    memory::release(config.device, own_, block::bytes(config));
     throw;
   }
 }
 
 Workspace::~Workspace() {
-  const std::size_t bytes = config.layout().bytes();
   // Errors have nowhere to go from here: at worst the memory lives until the process ends.
   const auto quietly = [](auto action) {
     try {
@@ -36,10 +39,8 @@ Workspace::~Workspace() {
     }
   };
   quietly([&] { memory::synchronize(config.device); });
-  for (std::uint8_t* block : imported_) {
-    if (block != nullptr) quietly([&] { memory::release_import(config.device, block, bytes); });
-  }
-  quietly([&] { memory::release(config.device, own_, bytes); });
+  quietly([&] { detach(); });
+  quietly([&] { memory::release(config.device, own_, block::bytes(config)); });
   quietly([&] { memory::release_mapped(config.device, status_, sizeof(uint64_t)); });
 }
 
@@ -49,14 +50,21 @@ void Workspace::attach(const Workspace& peer) {
 }
 
 void Workspace::attach(int rank, const memory::Handle& handle) {
-  auto* block = static_cast<std::uint8_t*>(memory::import_handle(config.device, handle, config.layout().bytes()));
+  auto* block = static_cast<std::uint8_t*>(memory::import_handle(config.device, handle, block::bytes(config)));
   by_rank_[static_cast<std::size_t>(rank)] = imported_[static_cast<std::size_t>(rank)] = block;
+}
+
+void Workspace::connected() { block::connect(config, own_, by_rank_); }
+
+void Workspace::detach() {
+  for (std::uint8_t*& block : imported_) {
+    if (block != nullptr) memory::release_import(config.device, std::exchange(block, nullptr), block::bytes(config));
+  }
 }
 
 void Workspace::blank() {
   memory::synchronize(config.device);
-  memory::fill(config.device, own_, 0, sizeof(Control));
-  memory::fill(config.device, own_ + sizeof(Control), 0xFF, config.layout().bytes() - sizeof(Control));
+  block::blank(config, own_);
   std::atomic_ref(*status_).store(0, std::memory_order_release);
 }
 
@@ -69,7 +77,6 @@ ExchangeParams Workspace::params(int64_t site) {
   p.rank = config.rank;
   p.cp = config.cp;
   p.capacity = config.layout().capacity;
-  p.grid_cap = config.grid_cap;
   p.timeout_ns = first_of(site) ? config.first_timeout_ns : config.timeout_ns;
   p.status = static_cast<uint64_t*>(status_on_device_);
   std::copy(by_rank_.begin(), by_rank_.end(), p.workspaces);
@@ -77,16 +84,13 @@ ExchangeParams Workspace::params(int64_t site) {
 }
 
 uint32_t Workspace::call() const {
-  uint64_t word = 0;
   memory::synchronize(config.device);
-  memory::copy_to_host(config.device, &word, own_ + offsetof(Control, call_and_tickets), sizeof word);
-  return call_of(word);
+  return block::read_call(config, own_);
 }
 
 void Workspace::set_call(uint32_t number) {
-  const uint64_t word = first_of_call(number);
   memory::synchronize(config.device);
-  memory::copy_to_device(config.device, own_ + offsetof(Control, call_and_tickets), &word, sizeof word);
+  block::write_call(config, own_, number);
 }
 
 bool Workspace::bind(const void* stream) {
@@ -166,7 +170,7 @@ std::optional<std::string> Registry::first_expiry(int64_t exchange) const {
 std::string describe(const Config& config, const Expiry& expiry) {
   char text[320];
   std::snprintf(text, sizeof text,
-                "PeerTimeoutError: exchange %lld: rank %d waited %.3g s for rank %d in call %u (row %d) and gave up. Outputs since "
+                "PeerTimeoutError: exchange %lld: rank %d waited longer than %.3g s for rank %d in call %u (row %d) and gave up. Outputs since "
                 "then are NaN. Find out what became of rank %d, then call reset() on all ranks.",
                 static_cast<long long>(config.exchange), config.rank, static_cast<double>(config.timeout_ns) * 1e-9,
                 expiry.peer, expiry.call, expiry.row, expiry.peer);

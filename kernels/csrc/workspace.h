@@ -39,7 +39,6 @@ struct Config {
   int32_t heads, head_dim, max_tokens;
   int32_t dtype;             // enum Dtype
   int32_t across_processes;  // whether some rank lives in another process
-  int32_t grid_cap;          // most blocks of a launch; 0: what the device holds
   uint64_t timeout_ns;
   uint64_t first_timeout_ns;  // for the first call of each call site: peers may still be compiling
 
@@ -58,14 +57,17 @@ class Workspace {
   void attach(const Workspace& peer);                         // of this process
   void attach(int rank, const memory::Handle& handle);        // of another process
   void forget_name() { memory::forget_name(config.device, own_); }
-  void blank();  // while no rank is in a call
+  void connected();  // all peers are attached
+  void detach();     // unmaps blocks of other processes; the workspace can only be destroyed then
+  void blank();      // while no rank is in a call
 
   // What the workspace knows of a call; the handler adds its buffers.
   ExchangeParams params(int64_t site);
 
   Expiry expiry() const { return Expiry::unpacked(std::atomic_ref(*status_).load(std::memory_order_acquire)); }
-  uint32_t call() const;  // calls made so far
+  uint32_t call() const;           // calls finished so far; waits for the device
   void set_call(uint32_t number);  // tests: calls near the wrap
+  std::uint8_t* block() const { return own_; }
 
   // Binds to the first stream; false if `stream` is another one.
   bool bind(const void* stream);

@@ -1,0 +1,146 @@
+"""Backend "fused": one kernel per exchange sends, waits and merges (kernels/csrc/exchange.cuh; on CPU, its host twin).
+
+The kernel reads [tokens, heads, dim] in place and writes the merged rows of this rank's heads. Its call number and
+slots live in the workspace, so a captured call can be replayed without its host; `order` keeps the calls of a program
+in one order on all ranks.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxcp import lse as lse_lib
+from jaxcp import native
+from jaxcp.exchange import order
+from jaxcp.exchange.spec import ExchangeSpec
+from jaxcp.exchange.workspace import Workspace, hosts_of
+from jaxcp.lse import LogBase, Partial
+from jaxcp.native.library import register_compile_only
+from jaxcp.topology import Topology
+
+MAX_RANKS = 64
+UNIT_BYTES = 16
+MAX_ROWS = 1 << 24
+BASES = {LogBase.TWO: 0, LogBase.E: 1}
+TARGET = "jaxcp_fused"
+
+_sites = itertools.count()
+
+
+def blocker(topology: Topology, spec: ExchangeSpec) -> str | None:
+    """Why the kernel cannot serve this mesh and spec, or None; host facts only."""
+    return placement_blocker(topology, spec) or shape_blocker(spec)
+
+
+def placement_blocker(topology: Topology, spec: ExchangeSpec) -> str | None:
+    """What stands against sharing memory between the ranks."""
+    if topology.platform not in ("cpu", "gpu"):
+        return f"it needs NVIDIA GPUs (or the CPU twin), not platform {topology.platform}"
+    if topology.compute_capability and topology.compute_capability < (9, 0):
+        return f"it needs compute capability 9.0 or newer, not {'.'.join(map(str, topology.compute_capability))}"
+    if spec.cp > MAX_RANKS:
+        return f"{spec.cp} ranks exceed its {MAX_RANKS}"
+    if (hosts := hosts_of(topology)) > 1:
+        return f"a group's devices are on {hosts} hosts; mapping another host's memory (fabric handles) is not built"
+    return None
+
+
+def shape_blocker(spec: ExchangeSpec) -> str | None:
+    """What stands against the rows."""
+    if spec.dtype.name not in ("bfloat16", "float16"):
+        return f"dtype {spec.dtype.name} is not bfloat16 or float16"
+    if spec.head_dim * spec.dtype.itemsize % UNIT_BYTES:
+        return f"rows of head_dim = {spec.head_dim} x {spec.dtype.name} are not whole {UNIT_BYTES}-byte units"
+    if spec.max_tokens * spec.heads_per_rank >= MAX_ROWS:
+        return f"max_tokens x heads_per_rank = {spec.max_tokens * spec.heads_per_rank} rows exceed its {MAX_ROWS - 1}"
+    return None
+
+
+class Engine:
+    """The fused kernel over a workspace of its own. On a compile-only mesh: the program without a workspace."""
+
+    def __init__(self, topology: Topology, spec: ExchangeSpec, timeout_s: float):
+        self.spec, self.workspace = spec, None
+        if spec.cp == 1:
+            return
+        if topology.runnable:
+            library = native.load("cpu" if topology.platform == "cpu" else "cuda")
+            self.workspace = Workspace(topology, spec, library, timeout_s, name="fused")
+        else:
+            register_compile_only()
+
+    def __call__(self, partial: Partial, return_lse: bool) -> tuple[Array, Array | None]:
+        """See `spec.Engine`."""
+        self.check()
+        if self.spec.cp == 1:  # one source still merges: an empty row's payload must become 0
+            merged = lse_lib.merge(Partial(partial.o[None], partial.lse[None], partial.base))
+            return merged.o, merged.lse if return_lse else None
+        rows = (partial.o.shape[0], self.spec.heads_per_rank)
+        results = [jax.ShapeDtypeStruct((*rows, self.spec.head_dim), partial.o.dtype)]
+        if return_lse:
+            results.append(jax.ShapeDtypeStruct(rows, jnp.float32))
+        number = self.workspace.number if self.workspace else -1
+        merged = custom_call(TARGET, results, (partial.o, partial.lse), number, partial.base)
+        return merged[0], merged[1] if return_lse else None
+
+    def check(self) -> None:
+        """Raises PeerTimeoutError once a rank of this process has waited in vain."""
+        if self.workspace:
+            self.workspace.check()
+
+    def reset(self) -> None:
+        """Collective: revives a dead workspace."""
+        if self.workspace:
+            self.workspace.reset()
+
+    def close(self) -> None:
+        """Collective: gives the memory back."""
+        if self.workspace:
+            self.workspace.close()
+
+    def describe(self) -> dict[str, Any]:
+        """Bytes sent per call, and the workspace."""
+        spec = self.spec
+        row = spec.head_dim * spec.dtype.itemsize + 4
+        sent = {"bytes_sent_per_call": (spec.cp - 1) * spec.max_tokens * spec.heads_per_rank * row}
+        return sent | (self.workspace.describe() if self.workspace else {})
+
+
+def custom_call(
+    target: str, results: list[jax.ShapeDtypeStruct], operands: tuple[Array, Array], number: int, base: LogBase
+) -> tuple[Array, ...]:
+    """Results of one call of `target`, in the program's order of exchanges.
+
+    Args:
+      target: FFI target.
+      results: the arrays it makes, without the token.
+      operands: o and lse.
+      number: of the exchange in this process; -1 for a program that is only compiled.
+      base: of lse.
+    """
+    token = jax.ShapeDtypeStruct((1,), jnp.uint32)
+    call = jax.ffi.ffi_call(target, [results[0], token, *results[1:]], has_side_effect=True)
+    attributes = {"exchange": np.int64(number), "site": np.int64(next(_sites)), "base": np.int64(BASES[base])}
+    first, token, *others = not_differentiable(target, call, attributes)(*operands, order.current())
+    order.enter(token)
+    return first, *others
+
+
+def not_differentiable(target: str, call: Callable[..., Any], attributes: dict[str, Any]) -> Callable[..., Any]:
+    """`call` with `attributes`; differentiating it raises instead of giving zeros or a distant error."""
+
+    @jax.custom_jvp
+    def guarded(*operands):
+        return call(*operands, **attributes)
+
+    @guarded.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError(f"{target} has no derivative: this backend serves decoding. Use backend='a2a' where "
+                                  "the exchange is differentiated, or jax.lax.stop_gradient around it.")
+
+    return guarded

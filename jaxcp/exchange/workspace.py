@@ -1,0 +1,272 @@
+"""The symmetric memory of an exchange: made collectively outside jit, the same on all ranks, never an XLA buffer.
+
+Every rank owns one block at a fixed address that its peers write (kernels/csrc/protocol.h says what lies in it):
+
+    bytes = 128 + align128(8 (c - 1) M) + 2 (c - 1) M D e      M = max_tokens ceil(heads / c)
+
+so 8 ranks, 32 tokens, 16 heads per rank, 512 x bfloat16 need 7 368 832 bytes (7.03 MiB). How peers reach it:
+
+    ranks in one process               GPU: peer access            CPU twin: threads share memory
+    ranks in processes of one host     GPU: CUDA IPC handles       CPU twin: POSIX shared memory
+    ranks on several hosts             not built: needs fabric handles (see `transport` and memory_cuda.cc)
+
+Set-up: agree on the fingerprint -> allocate and blank -> exchange handles -> map peers -> meet once more. No rank can
+write before every block is blank, and a failure of one process is an error in all of them.
+Tear-down: wait for the device -> meet -> unmap peers -> meet -> free. Garbage collection and interpreter exit cannot
+meet: one process frees in that order by itself; with several, the maps go and the blocks stay until the process ends.
+"""
+
+import itertools
+import logging
+import threading
+import time
+import weakref
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxcp.errors import BackendError, JaxcpError, PeerTimeoutError
+from jaxcp.exchange import agree
+from jaxcp.exchange.spec import ExchangeSpec
+from jaxcp.native.library import Config, Library
+from jaxcp.topology import Topology
+
+FIRST_CALL_FACTOR = 10
+"""The first call of each call site waits this many times longer: peers may still be compiling the program."""
+
+_DTYPES = {"bfloat16": 0, "float16": 1}
+
+log = logging.getLogger("jaxcp")
+_numbers = itertools.count()
+
+
+def sizes(spec: ExchangeSpec) -> dict[str, int]:
+    """Bytes of one rank's workspace and of its parts, by the formula above; the library's own answer must equal it."""
+    rows = spec.max_tokens * spec.heads_per_rank
+    lse = -(-8 * (spec.cp - 1) * rows // 128) * 128
+    data = 2 * (spec.cp - 1) * rows * spec.head_dim * spec.dtype.itemsize
+    return {"control": 128, "lse": lse, "data": data, "total": 128 + lse + data}
+
+
+def transport(topology: Topology) -> str:
+    """How ranks of `topology` reach each other's memory.
+
+    Raises:
+      NotImplementedError: the ranks live on several hosts.
+    """
+    if hosts_of(topology) > 1:
+        raise NotImplementedError("exchange: ranks on several hosts need fabric handles (CU_MEM_HANDLE_TYPE_FABRIC) in "
+                                  "kernels/csrc/memory_cuda.cc, which are not built. Use backend='a2a', or keep the "
+                                  "axis inside a host.")
+    inside = topology.one_process
+    if topology.platform == "cpu":
+        return "threads" if inside else "shared memory"
+    return "peer access" if inside else "CUDA IPC"
+
+
+def hosts_of(topology: Topology) -> int:
+    """Hosts of the widest group, as far as the devices tell (GPUs of a host share a slice)."""
+    return max((len({getattr(device, "slice_index", 0) for device in group}) for group in topology.groups), default=1)
+
+
+class Workspace:
+    """One exchange's blocks of this process, connected to all peers.
+
+    Attributes:
+      number: names the exchange inside compiled programs; the same in all processes, never used again.
+      transport: how peers are reached.
+      configs: one per local rank.
+    """
+
+    def __init__(self, topology: Topology, spec: ExchangeSpec, library: Library, timeout_s: float, *, name: str):
+        """Collective over all processes of the job.
+
+        Args:
+          topology, spec: what is exchanged.
+          library: whose handlers will use the workspace.
+          timeout_s: seconds a rank waits for a peer.
+          name: of the backend, for logs and for the fingerprint.
+
+        Raises:
+          BackendError: a process could not set up its part, or the processes do not agree.
+          NotImplementedError: the ranks live on several hosts.
+        """
+        self.spec, self.library, self.timeout_s, self.name = spec, library, timeout_s, name
+        self.transport = transport(topology)
+        self.number = self._agreed_number(topology)
+        self._ranks = topology.local_ranks()
+        self.configs = [self._config(topology, rank, device) for _, rank, device in self._ranks]
+        self._closed = False
+        self._free = weakref.finalize(self, _free, library, self.configs, blocks=len(topology.processes) == 1)
+        try:
+            self._connect()
+        except BackendError:
+            self._free()
+            raise
+        _watcher.watch(self)
+        self._log_ready(topology)
+
+    def expiry(self) -> str | None:
+        """The first wait of a local rank that expired, or None; reads host memory, touches no device."""
+        if self._closed:
+            return None
+        return next((text for config in self.configs if (text := self.library.expiry(config))), None)
+
+    def check(self) -> None:
+        """Raises PeerTimeoutError if a rank of this process waited in vain; the workspace stays dead until `reset`."""
+        if text := self.expiry():
+            raise PeerTimeoutError(text.removeprefix("PeerTimeoutError: "))
+
+    def reset(self) -> None:
+        """Collective: waits for all devices, blanks all blocks, meets; then calls and replays work again."""
+        if self._closed:
+            raise JaxcpError("exchange: it is closed, its memory is given back. Build a new Exchange.")
+        self._together("waiting for the devices", self.library.synchronize)
+        self._together("blanking the workspace", self.library.blank)
+
+    def close(self) -> None:
+        """Collective: gives the memory back, see the top of this file.
+
+        A workspace whose peers are dead cannot meet them: its blocks stay until the process ends.
+        """
+        if self._closed:
+            return
+        alive = self.expiry() is None
+        self._closed = True
+        if alive or jax.process_count() == 1:
+            self._together("waiting for the devices", self.library.synchronize)
+            self._together("unmapping peers", self.library.detach)
+            self._free.detach()
+            _free(self.library, self.configs, blocks=True)
+        else:
+            self._free()
+
+    def describe(self) -> dict[str, Any]:
+        """Bytes, capacity and transport."""
+        return {"workspace_bytes": self.bytes, "workspaces": len(self.configs), "capacity_rows": self._rows,
+                "transport": self.transport, "timeout_s": self.timeout_s, "exchange": self.number}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one rank's block."""
+        return self.library.workspace_bytes(self.configs[0])
+
+    @property
+    def _rows(self) -> int:
+        return self.spec.max_tokens * self.spec.heads_per_rank
+
+    def _agreed_number(self, topology: Topology) -> int:
+        spec = self.spec
+        fingerprint = {
+            "backend": self.name, "cp": spec.cp, "heads": spec.heads, "head_dim": spec.head_dim,
+            "dtype": spec.dtype.name, "max_tokens": spec.max_tokens, "axis_name": topology.axis_name,
+            "devices": [[device.id for device in group] for group in topology.groups],
+            "protocol version": self.library.protocol_version, "jaxcp version": metadata.version("jaxcp"),
+            "host": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        }  # fmt: skip
+        mine = next(_numbers)
+        answers = agree.together("reading the arguments", lambda: {"number": mine, "fingerprint": fingerprint})
+        agree.the_same("arguments", [answer["fingerprint"] for answer in answers])
+        number = max(answer["number"] for answer in answers)
+        while mine < number:  # a process that made fewer exchanges of its own catches up
+            mine = next(_numbers)
+        return number
+
+    def _config(self, topology: Topology, rank: int, device: Any) -> Config:
+        spec = self.spec
+        timeout_ns = int(self.timeout_s * 1e9)
+        return Config(
+            exchange=self.number, device=device.local_hardware_id, rank=rank, cp=spec.cp, heads=spec.heads,
+            head_dim=spec.head_dim, max_tokens=spec.max_tokens, dtype=_DTYPES[spec.dtype.name],
+            across_processes=not topology.one_process, timeout_ns=timeout_ns,
+            first_timeout_ns=timeout_ns * FIRST_CALL_FACTOR,
+        )  # fmt: skip
+
+    def _together(self, step: str, work) -> None:
+        agree.together(step, lambda: [work(config) for config in self.configs] and None)
+
+    def _connect(self) -> None:
+        self._together("allocating the workspace", self.library.create)
+        handles = agree.together("exporting the workspace", self._handles)
+        everyone = {key: handle for process in handles for key, handle in process.items()}
+        agree.together("mapping peers", lambda: self._attach(everyone))
+        self._together("connecting", self.library.connected)
+        self._together("forgetting names", self.library.forget_name)
+
+    def _handles(self) -> dict[str, str]:
+        """What other processes need, by "group:rank"; json carries it."""
+        if self.transport in ("threads", "peer access"):
+            return {}
+        return {f"{group}:{rank}": self.library.handle(config).hex()
+                for (group, rank, _), config in zip(self._ranks, self.configs, strict=True)}
+
+    def _attach(self, handles: dict[str, str]) -> None:
+        local = {(group, rank): config for (group, rank, _), config in zip(self._ranks, self.configs, strict=True)}
+        for (group, rank), config in local.items():
+            for peer in range(self.spec.cp):
+                if peer == rank:
+                    continue
+                if (group, peer) in local:
+                    self.library.attach(config, local[group, peer])
+                else:
+                    self.library.attach_handle(config, peer, bytes.fromhex(handles[f"{group}:{peer}"]))
+
+    def _log_ready(self, topology: Topology) -> None:
+        if topology.devices[0].process_index == jax.process_index():
+            log.info("%s exchange ready: %s by %s, capacity %d rows (%d tokens x %d heads), %d x %.2f MiB",
+                     self.name, topology, self.transport, self._rows, self.spec.max_tokens, self.spec.heads_per_rank,
+                     len(topology.devices), self.bytes / 2**20)
+
+
+def _free(library: Library, configs: list[Config], *, blocks: bool) -> None:
+    """Frees what can be freed without meeting other processes: everything, or only the maps of their blocks."""
+    for config in configs:
+        try:
+            (library.destroy if blocks else library.detach)(config)
+        except JaxcpError as error:  # at exit, or after a failed set-up: nobody can act on it
+            log.debug("freeing workspace %d of rank %d: %s", config.exchange, config.rank, error)
+
+
+class _Watcher:
+    """A thread that looks at all workspaces' status words and logs an expired wait once, while nobody calls `check`."""
+
+    PERIOD_S = 0.25
+
+    def __init__(self):
+        self._watched: weakref.WeakSet[Workspace] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._thread = None
+
+    def watch(self, workspace: Workspace) -> None:
+        with self._lock:
+            self._watched.add(workspace)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="jaxcp-watcher", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        reported: weakref.WeakSet[Workspace] = weakref.WeakSet()
+        while True:
+            time.sleep(self.PERIOD_S)
+            with self._lock:
+                watched = list(self._watched)
+            for workspace in watched:
+                self._look(workspace, reported)
+            del watched, workspace
+
+    @staticmethod
+    def _look(workspace: Workspace, reported: "weakref.WeakSet[Workspace]") -> None:
+        try:
+            text = workspace.expiry()
+        except JaxcpError:  # closed in this very moment
+            return
+        if text is None:
+            reported.discard(workspace)
+        elif workspace not in reported:
+            reported.add(workspace)
+            log.error("%s", text)
+
+
+_watcher = _Watcher()

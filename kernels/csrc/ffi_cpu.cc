@@ -1,0 +1,49 @@
+// XLA FFI handlers of the host twin (platform "cpu"), and the stand-in for the GPU's that can only be compiled.
+#include "ffi_exchange.h"
+#include "twin.h"
+
+namespace jaxcp {
+namespace {
+
+ffi::Error fused(int32_t device, ffi::RunId run, ffi::AnyBuffer o, ffi::Buffer<ffi::F32> lse, ffi::Buffer<ffi::U32>,
+                 ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U32>> token, ffi::RemainingRets more,
+                 int64_t exchange, int64_t site, int64_t base) {
+  Registry& registry = Registry::instance();
+  if (const auto why = registry.refusal(exchange, run.run_id)) return ffi::Error::Internal(*why);
+  const auto workspaces = registry.on_device(exchange, device);
+  if (workspaces.empty()) return not_made(exchange);
+  Workspace& workspace = *workspaces.front();
+  ExchangeParams params = workspace.params(site);
+  if (ffi::Error error = take_buffers(workspace.config, o, lse, out, more, base, params); error.failure()) return error;
+  ++workspace.launches;
+  token->typed_data()[0] = 0;
+  twin::exchange(params);
+  return ffi::Error::Success();
+}
+
+ffi::Error compile_only(ffi::RemainingArgs, ffi::RemainingRets) {
+  return ffi::Error::Internal("jaxcp: this program was compiled without a GPU, to be read and not run");
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcp_fused, fused,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::RunId>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::U32>>()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("exchange")
+                                  .Attr<int64_t>("site")
+                                  .Attr<int64_t>("base"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcp_compile_only, compile_only, ffi::Ffi::Bind().RemainingArgs().RemainingRets(),
+                              {ffi::Traits::kCmdBufferCompatible});
+#pragma GCC visibility pop
+
+}  // namespace jaxcp
