@@ -27,6 +27,8 @@ struct FlashInferLayout {
   constexpr size_t lse_begin() const { return zero_bytes() + kSlots * slot_data(); }
   constexpr size_t bytes() const { return lse_begin() + kSlots * slot_lse(); }
 };
+// Where a block made by flashinfer_block.cc keeps FlashInferParams::workspaces: after FlashInfer's own bytes.
+constexpr size_t flashinfer_table(const FlashInferLayout& layout) { return (layout.bytes() + 15) / 16 * 16; }
 // 32 tokens x 16 heads, 8 ranks, 512 x 16 bit: align16(16 + 64) + 2*8*512*(1024 + 4).
 static_assert(FlashInferLayout{8, 512, 1024}.bytes() == 80 + 8421376);
 
