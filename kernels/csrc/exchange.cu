@@ -16,16 +16,6 @@ Kernel choose(Dtype dtype, int cp, int dim) {
   });
 }
 
-// Blocks of `kernel` that the current device holds at once.
-cudaError_t resident_blocks(Kernel kernel, int* blocks) {
-  int device = 0, multiprocessors = 0, each = 0;
-  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, device::kThreads, 0); e != cudaSuccess) return e;
-  *blocks = each * multiprocessors;
-  return cudaSuccess;
-}
-
 }  // namespace
 
 cudaError_t load_exchange() {
@@ -40,14 +30,27 @@ cudaError_t load_exchange() {
   return cudaSuccess;
 }
 
-cudaError_t launch_exchange(const ExchangeParams& params, cudaStream_t stream) {
+cudaError_t resident_blocks(const ExchangeParams& params, int* blocks) {
   const Kernel kernel = choose(params.dtype, params.cp, params.dim);
-  int most = 0;
-  if (cudaError_t e = resident_blocks(kernel, &most); e != cudaSuccess) return e;
-  if (params.grid_cap > 0) most = std::min(most, params.grid_cap);
+  int device = 0, multiprocessors = 0, each = 0;
+  if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
+  if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, device::kThreads, 0); e != cudaSuccess) return e;
+  *blocks = each * multiprocessors;
+  return cudaSuccess;
+}
+
+int useful_blocks(const ExchangeParams& params) {
   const uint32_t rows_per_item = device::kThreads / device::lanes_per_row(params.dim);
-  const uint32_t items = Schedule::of(params.rows(), rows_per_item, params.cp - 1, most).items();
-  kernel<<<std::min<uint32_t>(items, most), device::kThreads, 0, stream>>>(params);
+  return static_cast<int>(Schedule::of(params.rows(), rows_per_item, params.cp - 1, 0).items());
+}
+
+cudaError_t launch_exchange(const ExchangeParams& params, cudaStream_t stream) {
+  int blocks = 0;
+  if (cudaError_t e = resident_blocks(params, &blocks); e != cudaSuccess) return e;
+  if (params.grid_cap > 0) blocks = std::min(blocks, params.grid_cap);
+  blocks = std::min(blocks, useful_blocks(params));
+  choose(params.dtype, params.cp, params.dim)<<<blocks, device::kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
