@@ -1,0 +1,35 @@
+"""The README's example runs as printed."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+README = pathlib.Path(__file__).parent.parent / "README.md"
+EXAMPLE = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
+
+
+def run(code: str) -> str:
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_example_runs_as_printed():
+    assert len(EXAMPLE.splitlines()) <= 24
+    assert run(EXAMPLE) == "(4, 16, 64)\n"
+
+
+@pytest.mark.slow
+def test_example_runs_on_a_mesh_with_explicit_axes():
+    """`jax.make_mesh` makes them by default; arrays then carry their sharding in their type."""
+    explicit = re.sub(r"mesh = .*", 'mesh = jax.make_mesh((8,), ("cp",)); jax.set_mesh(mesh)', EXAMPLE)
+    explicit = explicit.replace("    out, cache = step(", "    q = jax.reshard(q, heads)\n    out, cache = step(")
+    assert explicit.count("reshard") == 1
+    assert run(explicit) == "(4, 16, 64)\n"
