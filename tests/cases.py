@@ -253,15 +253,15 @@ COVERING = (
 # What pairs do not reach.
 SPECIAL = (
     Case(8, 128, 512, 3, filling="far_apart"),
-    Case(8, 16, 512, 32, filling="far_apart", base=E),
+    Case(4, 8, 512, 2, filling="far_apart", base=E),
     Case(4, 9, 64, 33, filling="huge"),
-    Case(4, 9, 64, 3, filling="huge", base=E),
-    Case(3, 9, 128, 7, filling="equal"),
+    Case(4, 9, 64, 2, filling="huge", base=E),
+    Case(3, 9, 128, 4, filling="equal"),
     Case(8, 16, 64, 49, filling="equal", base=E, dtype=F16),
     Case(8, 9, 64, 7, filling="odd_bits"),
     Case(3, 16, 128, 3, filling="odd_bits", dtype=F16, base=E),
     Case(2, 16, 64, 3, filling="odd_bits", dtype=F32),
-    Case(2, 1, 64, 3, filling="all_empty"),
+    Case(2, 2, 64, 2, filling="all_empty"),
     Case(8, 9, 64, 7, filling="all_empty", base=E, dtype=F32),
     Case(1, 9, 64, 3, filling="all_empty"),
 )

@@ -37,14 +37,27 @@ def packed_words(rows: int, dim: int, dtype: np.dtype) -> int:
     return -(-used // per_unit) * per_unit
 
 
-def pack(o: Float[Array, "peers rows dim"], lse: Float[Array, "peers rows"]) -> UInt[Array, "peers words"]:
-    """One block per destination."""
-    peers, rows, dim = o.shape
-    bits = word(o.dtype)
-    o_words = lax.bitcast_convert_type(o, bits).reshape(peers, rows * dim)
-    words = lax.bitcast_convert_type(lse, bits).reshape(peers, rows * lse_words(o.dtype))
-    pad = packed_words(rows, dim, o.dtype) - rows * (dim + lse_words(o.dtype))
-    return jnp.concatenate([o_words, words, jnp.zeros((peers, pad), bits)], axis=1)
+def pack(o: Float[Array, "tokens heads dim"], lse: Float[Array, "tokens heads"], cp: int) -> UInt[Array, "cp words"]:
+    """For each destination a block with the rows and LSEs of its heads; (0, -inf) in rows without a head."""
+    tokens, heads, dim = o.shape
+    dtype, rows = o.dtype, tokens * -(-heads // cp)
+    # Words first, order second: the whole packing is then one fusion (a fusion cannot change an element's width).
+    o_bits = lax.bitcast_convert_type(o, word(dtype))
+    lse_bits = lax.bitcast_convert_type(lse, word(dtype)).reshape(tokens, heads, lse_words(dtype))
+    empty = np.full(1, -np.inf, accumulation_dtype(dtype)).view(word(dtype))
+    used = rows * (dim + lse_words(dtype))
+    padding = jnp.zeros((cp, packed_words(rows, dim, dtype) - used), word(dtype))
+    blocks = [_by_destination(o_bits, np.zeros(dim, word(dtype)), cp), _by_destination(lse_bits, empty, cp), padding]
+    return jnp.concatenate(blocks, axis=1)
+
+
+def _by_destination(words: UInt[Array, "tokens heads width"], empty: np.ndarray, cp: int) -> UInt[Array, "cp words"]:
+    """Rows ordered by destination, token, head; `empty` [width] is the row without a head."""
+    tokens, heads, width = words.shape
+    missing = -heads % cp
+    if missing:
+        words = jnp.concatenate([words, jnp.broadcast_to(empty, (tokens, missing, width))], axis=1)
+    return words.reshape(tokens, cp, -1, width).swapaxes(0, 1).reshape(cp, (heads + missing) // cp * tokens * width)
 
 
 def unpack(
