@@ -14,11 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcp.errors import invalid
-from jaxcp.layout import INT32_MAX, Ints
+from jaxcp.layout import INT32_MAX, Ints, positive_int
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.segments import Segments
-
-MIN_ROWS, MIN_CONTEXT = 16, 256
 
 
 def bucket(n: int, least: int) -> int:
@@ -67,6 +65,8 @@ def plan(
     requests: Ints | None = None,
     rope_positions: Any = None,
     cache: Cache | None = None,
+    min_rows: int = 16,
+    min_context: int = 256,
 ) -> Plan:
     """Metadata of one prefill over a packed batch: new tokens of the requests, one request after another.
 
@@ -78,6 +78,8 @@ def plan(
         temporal position never decreases inside a request.
       cache: the cache to be written; its capacity is then checked here. Without it, rows that do not fit are dropped on
         the device and `qsa.check` raises.
+      min_rows, min_context: least bucket of rows and of tokens per request. A server with chunks of at most n tokens
+        compiles one program if it passes min_rows=n and min_context=cache.capacity.
 
     Raises:
       TypeError: not integers.
@@ -96,14 +98,16 @@ def plan(
             raise invalid(name, value, f"at most {INT32_MAX} tokens", "Split the batch.")
     if cache is not None:
         check_capacity(cache, totals, requests)
-    rows = bucket(tokens, MIN_ROWS)
+    rows = bucket(tokens, positive_int("min_rows", min_rows))
     segments = 1 << (lengths.size - 1).bit_length()
     table = np.zeros((4, segments), np.int32)
     table[0] = tokens  # unused segments start after the last token
     table[:, : lengths.size] = np.cumsum(lengths) - lengths, lengths, prefix, requests
     if rope_positions is not None:
         rope_positions = jax.device_put(_checked_positions(rope_positions, lengths, rows))
-    return Plan(jax.device_put(table), rope_positions, rows, bucket(int(totals.max()), MIN_CONTEXT))
+    return Plan(
+        jax.device_put(table), rope_positions, rows, bucket(int(totals.max()), positive_int("min_context", min_context))
+    )
 
 
 def check_capacity(cache: Cache, totals: np.ndarray, requests: np.ndarray) -> None:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
+from jaxcp.qsa.indexing import quotient, rank_in, remainder, take
+
 
 class Segments(NamedTuple):
     """Runs of query rows, in ascending order of `first_row`; unused segments have count 0.
@@ -30,6 +32,10 @@ class Segments(NamedTuple):
     def total(self) -> Int32[Array, " segments"]:
         """Tokens of the request up to the run's end."""
         return self.prefix + self.count
+
+    def at(self, segment: Int[Array, "..."]) -> "Segments":
+        """The four numbers of each given segment."""
+        return Segments(*(take(field, segment) for field in self))
 
 
 class Rows(NamedTuple):
@@ -62,21 +68,20 @@ def spread(
     """
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     item = jnp.arange(capacity, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, item, side="right").astype(jnp.int32)
+    owner = rank_in(ends, item)
     exists = owner < len(counts)
     owner = jnp.minimum(owner, len(counts) - 1)
-    return owner, jnp.where(exists, item - (ends - counts)[owner], 0).astype(jnp.int32), exists
+    return owner, jnp.where(exists, item - take(ends - counts, owner), 0).astype(jnp.int32), exists
 
 
 def rows_of(segments: Segments, rows: int) -> Rows:
     """Segment, request and position of each of `rows` rows."""
     row = jnp.arange(rows, dtype=jnp.int32)
-    segment = (jnp.searchsorted(segments.first_row, row, side="right") - 1).astype(jnp.int32)
-    segment = jnp.maximum(segment, 0)
-    offset = row - segments.first_row[segment]
-    real = (offset >= 0) & (offset < segments.count[segment])
-    position = jnp.where(real, segments.prefix[segment] + offset, -1)
-    return Rows(segment, segments.request[segment], position.astype(jnp.int32))
+    segment = jnp.maximum(rank_in(segments.first_row, row) - 1, 0)
+    of_row = segments.at(segment)
+    offset = row - of_row.first_row
+    real = (offset >= 0) & (offset < of_row.count)
+    return Rows(segment, of_row.request, jnp.where(real, of_row.prefix + offset, -1))
 
 
 class Tiles(NamedTuple):
@@ -84,7 +89,7 @@ class Tiles(NamedTuple):
 
     Attributes:
       request: int32 [tiles].
-      row: int32 [tiles, length], row of each query; clipped into range where there is none.
+      row: int32 [tiles, length], row of each query; 0 where there is none.
       position: int32 [tiles, length], -1 where there is no query.
       tile: int32 [rows], tile that holds a row.
       place: int32 [rows], its place there; both mean nothing for padding rows.
@@ -100,14 +105,14 @@ class Tiles(NamedTuple):
 def tiles_of(segments: Segments, rows: Rows, length: int, longest: int) -> Tiles:
     """Tiles of `length` rows, as many as segments of at most `longest` rows can need."""
     total, n_segments = len(rows.position), len(segments.count)
-    tiles = -(-jnp.minimum(segments.count, longest) // length)
+    tiles = quotient(jnp.minimum(segments.count, longest) + length - 1, length)
     capacity = min((total + n_segments * (length - 1)) // length, n_segments * -(-longest // length))
     segment, index, exists = spread(tiles, capacity)
     offset = index[:, None] * length + jnp.arange(length, dtype=jnp.int32)
-    inside = exists[:, None] & (offset < segments.count[segment][:, None])
-    row = jnp.where(inside, segments.first_row[segment][:, None] + offset, 0)
-    position = jnp.where(inside, rows.position[row], -1)
-    first_tile = (jnp.cumsum(tiles, dtype=jnp.int32) - tiles)[rows.segment]
-    offset = jnp.arange(total, dtype=jnp.int32) - segments.first_row[rows.segment]
-    tile = jnp.clip(first_tile + offset // length, 0, len(segment) - 1)
-    return Tiles(segments.request[segment], row, position, tile, offset % length)
+    of_tile = segments.at(segment)
+    inside = exists[:, None] & (offset < of_tile.count[:, None])
+    row = jnp.where(inside, of_tile.first_row[:, None] + offset, 0)
+    position = jnp.where(inside, take(rows.position, row), -1)
+    first_tile = take(jnp.cumsum(tiles, dtype=jnp.int32) - tiles, rows.segment)
+    offset = jnp.arange(total, dtype=jnp.int32) - take(segments.first_row, rows.segment)
+    return Tiles(of_tile.request, row, position, first_tile + quotient(offset, length), remainder(offset, length))

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.config import QSAConfig
+from jaxcp.qsa.indexing import quotient, remainder, take
 from jaxcp.qsa.numerics import contract, from_storage, to_storage
 from jaxcp.qsa.queries import Queries, in_steps, scratch_rows
 from jaxcp.qsa.segments import tiles_of
@@ -67,8 +68,8 @@ def token_rows(blocks: Int[Array, "rows k"], position: Int[Array, " rows"], rati
     end = (position + 1)[:, None]
     place = jnp.arange(blocks.shape[1] * ratio + ratio - 1, dtype=jnp.int32)
     of_block = jnp.repeat(blocks, ratio, axis=1, total_repeat_length=blocks.shape[1] * ratio) * ratio
-    of_block = jnp.pad(of_block, [(0, 0), (0, ratio - 1)]) + place % ratio
-    tail = end - end % ratio + place - chosen
+    of_block = jnp.pad(of_block, [(0, 0), (0, ratio - 1)]) + remainder(place, ratio)
+    tail = end - remainder(end, ratio) + place - chosen
     return jnp.where(place < chosen, of_block, jnp.where(tail < end, tail, -1)).astype(jnp.int32)
 
 
@@ -84,21 +85,23 @@ def select_xla(
     blocks = min(queries.context // config.ratio, cache.page_table.shape[1] * cache.blocks_per_page)
     k = min(config.selected_blocks, max(blocks, 1))
     if blocks <= k:
-        return all_visible((position + 1) // config.ratio, k)
+        return all_visible(quotient(position + 1, config.ratio), k)
     if cache.index_dtype != cache.dtype:  # both operands of the score are rounded alike
         index_q = from_storage(to_storage(index_q, cache.index_dtype), cache.index_dtype).astype(cache.dtype)
     row_bytes, key_bytes = config.index_heads * blocks * 4, blocks * config.index_dim * 4
     tiles = tiles_of(queries.segments, queries.rows, _tile_length(queries, row_bytes), queries.longest)
-    pages = cache.page_table[:, : -(-blocks // cache.blocks_per_page)]
+    pages = jnp.arange(-(-blocks // cache.blocks_per_page), dtype=jnp.int32)
 
     def of_tile(tile):
         request, row, position = tile
-        keys = from_storage(cache.index[layer, pages[request]], cache.index_dtype).astype(cache.dtype)
-        score = scores(index_q[row], keys.reshape(-1, config.index_dim)[:blocks])
-        return top_blocks(score, (position + 1) // config.ratio, k)
+        keys = from_storage(take(cache.index, layer, take(cache.page_table, request, pages)), cache.index_dtype).astype(
+            cache.dtype
+        )
+        score = scores(take(index_q, row), keys.reshape(-1, config.index_dim)[:blocks])
+        return top_blocks(score, quotient(position + 1, config.ratio), k)
 
     chosen = in_steps(of_tile, (tiles.request, tiles.row, tiles.position), key_bytes + tiles.row.shape[1] * row_bytes)
-    return jnp.where(queries.rows.real[:, None], chosen[tiles.tile, tiles.place], -1)
+    return jnp.where(queries.rows.real[:, None], take(chosen, tiles.tile, tiles.place), -1)
 
 
 def _tile_length(queries: Queries, row_bytes: int) -> int:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxcp.lse import LogBase, Partial
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.config import QSAConfig
+from jaxcp.qsa.indexing import quotient, remainder, take
 from jaxcp.qsa.numerics import contract, from_storage, narrow, widen
 from jaxcp.qsa.queries import Queries, in_steps
 from jaxcp.qsa.selection import token_rows
@@ -68,9 +69,11 @@ def attend_xla(
         q, blocks, request, position = row
         tokens = token_rows(blocks[None], position[None], config.ratio)[0]
         at = jnp.maximum(tokens, 0)
-        page, place = cache.page_table[request, at // cache.page_size], at % cache.page_size
+        page = take(cache.page_table, request, quotient(at, cache.page_size))
+        place = remainder(at, cache.page_size)
         k, v = (
-            from_storage(pool[layer, page, place], cache.kv_dtype).astype(cache.dtype) for pool in (cache.k, cache.v)
+            from_storage(take(pool, layer, page, place), cache.kv_dtype).astype(cache.dtype)
+            for pool in (cache.k, cache.v)
         )
         return attend_rows(q, k, v, jnp.sum(tokens >= 0), config.scale)
 
