@@ -55,7 +55,7 @@ def run(case: cases.Case, rank: int, **options):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_oracle(case):
     want_o, want_lse, scale = case.expected()
-    for rank in range(case.cp) if interpreter.ON_GPU else [case.cp - 1]:  # the last rank has the rows without a head
+    for rank in {0, case.cp - 1} if interpreter.ON_GPU else [case.cp - 1]:  # the last has the rows without a head
         o, lse = run(case, rank)
         assert o.dtype == jnp.dtype(case.dtype)
         cases.check_o(o, want_o[rank], scale[rank])
@@ -150,7 +150,7 @@ def test_tiling(rows, dim, block):
 @pytest.mark.parametrize("architecture", deviceless.ARCHITECTURES)
 def test_compiles_without_a_device(architecture, tmp_path):
     """All dtypes and block sizes; the exchange's schedule test covers the kernel inside shard_map."""
-    shapes = [("bfloat16", 16, 512), ("float16", 8, 64), ("float32", 2, 128), ("float16", 1, 128), ("bfloat16", 2, 1024)]
+    shapes = [("bfloat16", 16, 512), ("float16", 8, 64), ("float32", 2, 128), ("float16", 1, 128), ("float16", 2, 1024)]
     hlo = deviceless.run(f"""
     from jaxcp import LogBase
     from jaxcp.exchange import packing
