@@ -11,7 +11,12 @@ if PLATFORM == "cpu":
     if "host_platform_device_count" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
 
+import hypothesis  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 # Shapes and dtypes of every annotated function are checked in tests, and cost users nothing.
 install_import_hook("jaxcp", "beartype.beartype")
+
+# The same examples on every run, and no wall-clock limit per example: shared machines stall.
+hypothesis.settings.register_profile("jaxcp", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("jaxcp")

@@ -96,8 +96,6 @@ def attention(
       BackendError: the named implementation cannot serve the call.
     """
     problem = _problem(q, k_pages, v_pages, page_table, lengths, counts, value_dim)
-    if not isinstance(base, LogBase):
-        raise invalid("base", repr(base), "LogBase.TWO or LogBase.E", "Name the base the caller merges in.", TypeError)
     if not q.shape[0]:
         return lse.neutral((0, problem.heads, problem.value_dim), q.dtype, base)
     table, allocated = usable_pages(jnp.asarray(page_table, jnp.int32), k_pages.shape[1])

@@ -135,10 +135,12 @@ def merge_steps(start: Partial, step: Callable[[Array, Partial], Partial], count
     return lax.fori_loop(0, count, step, _varying_as(start, step, count))
 
 
-def _varying_as(start: Partial, step, count: Array) -> Partial:
+def _varying_as(start: Partial, step: Callable[[Array, Partial], Partial], count: Array) -> Partial:
     """`start`, marked as varying over the mesh axes over which a step's result varies (shard_map's check_vma)."""
-    result = jax.eval_shape(step, jnp.zeros_like(count), start)
-    return jax.tree.map(lambda x, y: lax.pcast(x, tuple(_axes(y) - _axes(x)), to="varying"), start, result)
+    leaves, tree = jax.tree.flatten(start)
+    results = jax.eval_shape(lambda i, merged: jax.tree.leaves(step(i, merged)), jnp.zeros_like(count), start)
+    varying = [lax.pcast(x, tuple(_axes(y) - _axes(x)), to="varying") for x, y in zip(leaves, results, strict=True)]
+    return jax.tree.unflatten(tree, varying)
 
 
 def _axes(x) -> frozenset[str]:
