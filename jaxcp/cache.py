@@ -187,7 +187,8 @@ def write(
 
     def put(pages, rows):
         # Without the barrier XLA:CPU fuses the scatter into a reader of the pages, and then copies the whole cache.
-        return lax.optimization_barrier(pages.at[index].set(encode(rows, config.dtype), mode="drop"))
+        rows = encode(rows, config.dtype)
+        return lax.optimization_barrier(pages.at[index].set(rows, mode="drop", wrap_negative_indices=False))
 
     dropped = cache.dropped + jnp.sum(real & ~stored, axis=1, dtype=jnp.int32)
     return dataclasses.replace(cache, k=put(cache.k, k), v=None if v is None else put(cache.v, v), dropped=dropped)

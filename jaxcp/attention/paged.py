@@ -51,5 +51,5 @@ def read_pages(
     pages: Shaped[Array, "layers pages page_size kv_heads dim"], layer: Array, ids: Int[Array, "requests table"]
 ) -> Shaped[Array, "requests keys kv_heads dim"]:
     """The stored rows of the given pages of one layer, request by request, in the order of `ids`."""
-    rows = pages.at[layer, ids].get(mode="clip")
+    rows = pages.at[layer, ids].get(mode="clip", wrap_negative_indices=False)
     return rows.reshape(ids.shape[0], -1, *pages.shape[3:])
