@@ -23,12 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from jaxcp.errors import invalid
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
+from typing import Any
 
 HEARTBEAT_S, SHUTDOWN_S = 10, 5
 GRACE_S = HEARTBEAT_S + SHUTDOWN_S + 15
@@ -155,36 +150,9 @@ def report(summary: Any) -> None:
 
 
 def virtual_devices(count: int) -> None:
-    """Gives the CPU platform `count` devices, unless XLA_FLAGS says otherwise; to be called before any use of a device."""
+    """Gives the CPU platform `count` devices, unless XLA_FLAGS says otherwise; call it before any use of a device."""
     if _DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = _with_host_devices(os.environ.get("XLA_FLAGS", ""), count)
-
-
-def ranks(cp: int) -> "Mesh":
-    """A mesh of one axis "cp" over `cp` devices, the same number from each process.
-
-    Raises:
-      ValueError: more ranks than devices, or ranks that the processes cannot share evenly.
-    """
-    import jax
-    import numpy as np
-
-    devices, processes = jax.devices(), jax.process_count()
-    if isinstance(cp, bool) or not isinstance(cp, int) or not 1 <= cp <= len(devices):
-        raise invalid(
-            "cp",
-            repr(cp),
-            f"1 <= cp <= {len(devices)}, the {devices[0].platform} devices here",
-            "Use fewer ranks; on a CPU, XLA_FLAGS=" + _DEVICE_FLAG + "=N makes N devices.",
-        )
-    if cp % processes:
-        raise invalid(
-            "cp", cp, f"a multiple of the {processes} processes", "Every process holds the same number of ranks."
-        )
-    mine = [[d for d in devices if d.process_index == p][: cp // processes] for p in range(processes)]
-    if any(len(some) < cp // processes for some in mine):
-        raise invalid("cp", cp, f"{cp // processes} devices in every process", "Start the processes with more devices.")
-    return jax.sharding.Mesh(np.array([device for some in mine for device in some]), ("cp",))
 
 
 def _place() -> _Place:

@@ -92,16 +92,20 @@ class Topology:
 
 
 def make_mesh(cp: int, axis_name: str = "cp") -> Mesh:
-    """A one-axis mesh over the first `cp` devices.
+    """A one-axis mesh over the first `cp` devices; of several processes, over the first cp / processes of each.
 
     Raises:
-      ValueError: `cp` is no positive integer or exceeds the devices.
+      ValueError: `cp` is no positive integer, exceeds the devices, or does not divide evenly among the processes.
     """
-    devices = jax.devices()
+    devices, processes = jax.devices(), jax.process_count()
     if isinstance(cp, bool) or not isinstance(cp, int) or not 1 <= cp <= len(devices):
         raise invalid("cp", repr(cp), f"1 <= cp <= {len(devices)}, the devices of platform {devices[0].platform}",
                       "Lower cp, or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count=N before jax starts.")
-    return Mesh(devices[:cp], (axis_name,))
+    share = [[d for d in devices if d.process_index == p][: cp // processes] for p in range(processes)]
+    if sum(map(len, share)) != cp:
+        raise invalid("cp", cp, f"a multiple of the {processes} processes, each of which holds as many ranks",
+                      "Choose another cp, or start another number of processes.")
+    return Mesh([device for some in share for device in some], (axis_name,))
 
 
 def _is_live(device: Any) -> bool:

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from jaxcp import launch
 from jaxcp.errors import invalid
 from jaxcp.layout import positive_int
 from jaxcp.models.speculation import check_speculate
+from jaxcp.topology import make_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Request:
     ignore_eos: bool = False
 
     def __post_init__(self):
-        positive_int("cp", self.cp), positive_int("max_new", self.max_new)
+        positive_int("cp", self.cp)
+        positive_int("max_new", self.max_new)
         check_speculate(self.speculate)
 
 
@@ -79,7 +80,7 @@ def complete(request: Request, out: TextIO, status: TextIO) -> dict[str, Any]:
     from jaxcp.models.tokenizer import Tokenizer
 
     path = checkpoint.locate(request.model, request.model_file)
-    mesh = launch.ranks(request.cp)
+    mesh = make_mesh(request.cp)
     with _timed(f"reading {path.name}", status):
         model = checkpoint.load(path)
         tokenizer = Tokenizer(model.vocabulary)

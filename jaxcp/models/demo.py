@@ -5,12 +5,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from jaxcp import exchange, launch
+from jaxcp import exchange
 from jaxcp.models import checkpoint
 from jaxcp.models.decoder import Decoder
 from jaxcp.models.generate import Generation, generate
 from jaxcp.models.runtime import Runtime
 from jaxcp.models.tokenizer import Tokenizer
+from jaxcp.topology import make_mesh
 
 PROMPT = "The capital of France is"
 RANKS = (1, 2, 3, 8)
@@ -73,7 +74,7 @@ def compare(model: checkpoint.Checkpoint, prompt: list[int]) -> Iterator[Row]:
 
     expected = None
     for cp in (cp for cp in RANKS if cp <= len(jax.devices())):
-        runtime = Runtime(model, launch.ranks(cp), requests=1, capacity=CAPACITY)
+        runtime = Runtime(model, make_mesh(cp), requests=1, capacity=CAPACITY)
         for backend in usable(runtime):
             done = generate(Decoder(runtime, backend), [prompt], max_new=MAX_NEW)
             expected = expected or done.tokens

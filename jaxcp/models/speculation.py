@@ -6,7 +6,6 @@ Source: Saxena, "Prompt Lookup Decoding" (2023).
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int
 
 from jaxcp.errors import invalid
@@ -22,12 +21,12 @@ def check_speculate(speculate: object) -> None:
 
 
 def draft(tokens: Int[Array, " capacity"], length: Int[Array, ""], count: int) -> Int[Array, " count"]:
-    """The `count` tokens after the best earlier occurrence of the text's end.
+    """The `count` tokens after the best earlier occurrence of the text's end, as if the text went on repeating itself.
 
     Args:
       tokens: [capacity] ids, of which the first `length` are known.
       length: tokens known, >= 1.
-      count: tokens to draft; whatever stands beyond `length` is a draft as good as any, it only gets rejected.
+      count: tokens to draft. Without an earlier occurrence they are arbitrary, and will be rejected.
     """
     capacity = tokens.shape[0]
     position = jnp.arange(capacity)
@@ -38,7 +37,8 @@ def draft(tokens: Int[Array, " capacity"], length: Int[Array, ""], count: int) -
         unbroken &= (jnp.roll(tokens, back) == last) & (position >= back)
         run += unbroken
     best = jnp.argmax(run * capacity + position * (run > 0))
-    return lax.dynamic_slice(jnp.pad(tokens, (0, count)), (best + 1,), (count,))
+    period = jnp.maximum(length - 1 - best, 1)
+    return tokens[best + 1 + jnp.arange(count) % period]
 
 
 def accepted(best: Int[Array, "requests rows"], query: Int[Array, "requests rows"]) -> Int[Array, " requests"]:
