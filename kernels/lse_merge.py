@@ -1,20 +1,26 @@
 """Merge of partial attention results by their log-sum-exp, in one Mosaic GPU kernel.
 
 Same maths as `jaxcp.lse.merge`: NaN and +inf LSEs are empty, a weight of 0 selects 0 and never multiplies, float32
-accumulation in source order. The kernel reads either separate arrays or the blocks an all-to-all delivered, in place:
+accumulation in source order. The kernel reads either separate arrays or the blocks an all-to-all delivers, in place:
 
-    packed[source] = [ rows * dim rows | rows LSEs (two 16-bit words each beside 16-bit rows) | padding ]
+    packed[source] = [ rows * dim rows | rows LSEs | padding ]            32-bit words
 
-Rows of one source follow each other, so the work is cut into blocks of the flat array of rows. A block is at most one
-row or a few whole rows; one warpgroup loads its block of every source and the LSEs of its rows (the same address for
-all threads), all before the first use, and nothing is shared between threads. So there is nothing to synchronise, and
-the loads of all sources are in flight at once: at c = 8 a thread has 8 x 8 bytes, an SM over 100 KB under way.
+Rows of one source follow each other, so the work is cut into blocks of the flat array of rows. A block is a part of a
+row, a row, or a few whole rows. One warpgroup loads its block of every source and the LSEs of its rows (the same
+address for all threads) before the first use: the loads of all sources are in flight at once, and as no thread needs
+another's data there is nothing to synchronise.
+
+At one token the kernel is bound by the instructions of a single warp, hence
+ - 16-bit rows are handled as 32-bit words: one select serves two elements, and unpacking is a shift or a mask;
+ - sums run over unnormalised weights, so that they need not wait for the division. Weights are at most 2^-k with
+   2^k >= sources (the shift m + k instead of the maximum m; any shift gives the same result), so that the sum cannot
+   overflow where the mean does not.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +29,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float, UInt32
 
 from jaxcp.lse import LogBase
 
@@ -44,45 +50,48 @@ class Tiling:
     """How the flat array of rows is cut.
 
     Attributes:
-      block: elements of a source that one warpgroup merges at a time.
-      warpgroups: blocks of a program, one each.
+      block: words of a source that a warpgroup merges at a time.
+      blocks: consecutive blocks of a program.
     """
 
     block: int
-    warpgroups: int
+    blocks: int = 1
 
 
-BLOCKS = (512, 256, 128)
-"""Elements per warpgroup, best first: 4, 2 or 1 per thread. 8-byte loads reach the copy rate on an H200."""
+SMS = 132
+"""Programs that should be left when a program takes several blocks: one per SM of an H200."""
 
 
-def tiling(rows: int, dim: int) -> Tiling | None:
-    """Largest block that cuts [rows, dim] without rest at row borders or inside rows, or None."""
-    for block in BLOCKS:
-        if rows * dim % block == 0 and (dim % block == 0 or block % dim == 0):
-            return Tiling(block, warpgroups=1)
-    return None
+def tiling(rows: int, dim: int, dtype: Any) -> Tiling | None:
+    """The cut of [rows, dim] without rest, or None."""
+    row = dim * jnp.dtype(dtype).itemsize // 4
+    block = next((block for block in (512, 256) if row % block == 0), THREADS)
+    count, rest = divmod(rows * row, block)
+    if rest or (row % block and block % row):
+        return None
+    return Tiling(block, blocks=2 if count % 2 == 0 and count // 2 >= SMS else 1)
 
 
 def blocker(sources: int, rows: int, dim: int, dtype: Any) -> str | None:
     """Why the kernel cannot merge these shapes, or None."""
-    if jnp.dtype(dtype).name not in DTYPES:
-        return f"rows of dtype {jnp.dtype(dtype).name}; it merges {', '.join(DTYPES)}"
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in DTYPES:
+        return f"rows of dtype {dtype.name}; it merges {', '.join(DTYPES)}"
     if sources > MAX_SOURCES:
         return f"{sources} sources exceed its {MAX_SOURCES}"
-    if tiling(rows, dim) is None:
-        return f"{rows} rows of {dim} cannot be cut into blocks of {BLOCKS[-1]}"
+    if dim * dtype.itemsize % 4 or tiling(rows, dim, dtype) is None:
+        return f"{rows} rows of {dim} x {dtype.name} cannot be cut into blocks of {THREADS} words"
     return None
 
 
 def merge_packed(
-    packed: UInt[Array, "sources words"], *, rows: int, dim: int, dtype: Any, base: LogBase, return_lse: bool = False,
+    packed: UInt32[Array, "sources words"], *, rows: int, dim: int, dtype: Any, base: LogBase, return_lse: bool = False,
     cut: Tiling | None = None, interpret: Any = None,
 ) -> tuple[Float[Array, "rows dim"], Float[Array, "rows"] | None]:
     """Merge of received blocks, read in place: o = sum_i o_i b^(l_i - l), l = log_b sum_i b^l_i.
 
     Args:
-      packed: [sources, words], unsigned integers as wide as `dtype`; see the top of this file.
+      packed: [sources, words]; see the top of this file.
       rows: of each source.
       dim: of a row.
       dtype: of the rows: bfloat16, float16 or float32.
@@ -94,9 +103,7 @@ def merge_packed(
     Returns:
       o [rows, dim] in `dtype`; lse [rows] float32 in `base`, or None.
     """
-    dtype = jnp.dtype(dtype)
-    problem = _Problem(packed.shape[0], rows, dim, dtype, base, return_lse)
-    return _merge(problem, _packed_rows, _packed_lse, [packed], cut, interpret)
+    return _merge(_Problem(packed.shape[0], rows, dim, jnp.dtype(dtype), base, return_lse), [packed], cut, interpret)
 
 
 def merge_separate(
@@ -105,8 +112,10 @@ def merge_separate(
 ) -> tuple[Float[Array, "rows dim"], Float[Array, "rows"] | None]:
     """`merge_packed` for rows and LSEs in arrays of their own."""
     sources, rows, dim = o.shape
-    problem = _Problem(sources, rows, dim, o.dtype, base, return_lse)
-    return _merge(problem, _separate_rows, _separate_lse, [o.reshape(sources, rows * dim), lse], cut, interpret)
+    per_word = 4 // o.dtype.itemsize
+    pairs = o.reshape(sources, -1, per_word) if per_word > 1 else o.reshape(sources, -1)
+    words = lax.bitcast_convert_type(pairs, jnp.uint32)
+    return _merge(_Problem(sources, rows, dim, o.dtype, base, return_lse), [words, lse], cut, interpret)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,68 +127,31 @@ class _Problem:
     base: LogBase
     return_lse: bool
 
-
-# How a block's rows, [block] in the problem's dtype, and one row's LSE, a float32 scalar, are read.
-
-
-def _packed_rows(problem: _Problem, refs, source: int, start, count: int):
-    return lax.bitcast_convert_type(_load(refs[0], source, start, count), problem.dtype)
+    @property
+    def row(self) -> int:
+        """Words of a row."""
+        return self.dim * self.dtype.itemsize // 4
 
 
-def _packed_lse(problem: _Problem, refs, source: int, row):
-    first = problem.rows * problem.dim
-    if problem.dtype.itemsize == 4:
-        return lax.bitcast_convert_type(refs[0][source, first + row], jnp.float32)
-    low, high = (refs[0][source, first + 2 * row + half].astype(jnp.uint32) for half in range(2))
-    return lax.bitcast_convert_type(high << 16 | low, jnp.float32)
-
-
-def _separate_rows(problem: _Problem, refs, source: int, start, count: int):
-    del problem
-    return _load(refs[0], source, start, count)
-
-
-def _separate_lse(problem: _Problem, refs, source: int, row):
-    del problem
-    return refs[1][source, row]
-
-
-def _load(ref, source: int, start, count: int):
-    return plgpu.load(ref.at[source, pl.ds(start, count)], layout=_layout(count))
-
-
-def _layout(count: int):
-    """Consecutive elements per thread, at most 16 bytes of float32."""
-    return plgpu.Layout.WG_STRIDED((count,), vec_size=min(count // THREADS, 4))
-
-
-def _merge(problem: _Problem, load_rows: Callable, load_lse: Callable, operands: Sequence[Array], cut: Tiling | None,
-           interpret: Any) -> tuple[Array, Array | None]:
-    p = problem
+def _merge(p: _Problem, operands: Sequence[Array], cut: Tiling | None, interpret: Any) -> tuple[Array, Array | None]:
     if why := blocker(p.sources, p.rows, p.dim, p.dtype):
         raise ValueError(f"{NAME}: {why}")
-    cut = cut or tiling(p.rows, p.dim)
+    cut = cut or tiling(p.rows, p.dim, p.dtype)
 
     def lse_merge(*refs):
-        inputs, (o_ref, *lse_refs) = refs[: len(operands)], refs[len(operands) :]
-        start = _block_index(cut) * cut.block
-        first_row = start // p.dim
-        row_count = max(1, cut.block // p.dim)
-        lses = [[load_lse(p, inputs, i, first_row + k) for i in range(p.sources)] for k in range(row_count)]
-        rows = [load_rows(p, inputs, i, start, cut.block) for i in range(p.sources)]
-        weights, merged = zip(*(_weights(row_lses, p.base) for row_lses in lses), strict=True)
-        o_ref[pl.ds(start, cut.block)] = _weighted_sum(weights, rows, p.dim).astype(p.dtype)
-        if lse_refs:
-            _store_lse(lse_refs[0], merged, first_row, start % p.dim == 0 if cut.block < p.dim else None)
+        inputs, outputs = refs[: len(operands)], refs[len(operands) :]
+        starts = [(_first_block(cut) + b) * cut.block for b in range(cut.blocks)]
+        loaded = [_load(p, cut, inputs, start) for start in starts]
+        for start, (lses, words) in zip(starts, loaded, strict=True):
+            _merge_block(p, cut, start, lses, words, *outputs)
 
     # The outputs differ between the ranks of a shard_map as the inputs do.
     array = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(operands[0]).manual_axis_type)
-    out = [array((p.rows * p.dim,), p.dtype)] + [array((p.rows,), jnp.float32)] * p.return_lse
-    threads = {"num_threads": cut.warpgroups, "thread_name": "warpgroup"} if cut.warpgroups > 1 else {}
-    o, *lse = plgpu.kernel(
+    out = [array((p.rows * p.row,), jnp.uint32)] + [array((p.rows,), jnp.float32)] * p.return_lse
+    words, *lse = plgpu.kernel(
         lse_merge,
         out_type=tuple(out),
-        grid=(p.rows * p.dim // (cut.block * cut.warpgroups),),
+        grid=(p.rows * p.row // (cut.block * cut.blocks),),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,  # exp2 and log2 of the hardware: 2 units in the last place
@@ -187,54 +159,108 @@ def _merge(problem: _Problem, load_rows: Callable, load_lse: Callable, operands:
             unsafe_no_auto_barriers=True,  # safe: no memory is both read and written
         ),
         interpret=interpret,
-        **threads,
     )(*operands)
-    return o.reshape(p.rows, p.dim), lse[0] if p.return_lse else None
+    o = lax.bitcast_convert_type(words, p.dtype).reshape(p.rows, p.dim)
+    return o, lse[0] if p.return_lse else None
 
 
-def _block_index(cut: Tiling):
-    """Which block of the flat rows this warpgroup merges."""
-    program = lax.axis_index("program")
-    return program if cut.warpgroups == 1 else program * cut.warpgroups + lax.axis_index("warpgroup")
+def _first_block(cut: Tiling):
+    """Index of the program's first block of the flat rows."""
+    return lax.axis_index("program") * cut.blocks
 
 
-def _weights(lses: Sequence[Array], base: LogBase) -> tuple[list[Array], Array]:
-    """Normalised weight of each source and the merged LSE, all scalars."""
+def _load(p: _Problem, cut: Tiling, refs, start) -> tuple[list[list[Array]], list[Array]]:
+    """LSEs by row and source, and the words of every source, of the block that begins at word `start`."""
+    first_row = start // p.row
+    row_count = max(1, cut.block // p.row)
+    if len(refs) == 1:  # packed
+        [packed] = refs
+        lses = [[lax.bitcast_convert_type(packed[i, p.rows * p.row + first_row + k], jnp.float32)
+                 for i in range(p.sources)] for k in range(row_count)]
+    else:
+        lses = [[refs[1][i, first_row + k] for i in range(p.sources)] for k in range(row_count)]
+    words = [plgpu.load(refs[0].at[i, pl.ds(start, cut.block)], layout=_layout(cut.block)) for i in range(p.sources)]
+    return lses, words
+
+
+def _layout(block: int):
+    """Consecutive words of a block per thread."""
+    return plgpu.Layout.WG_STRIDED((block,), vec_size=block // THREADS)
+
+
+def _merge_block(p: _Problem, cut: Tiling, start, lses, words, o_ref, lse_ref=None) -> None:
+    weights, scales, merged = zip(*(_weights(row, p.base) for row in lses), strict=True)
+    o_ref[pl.ds(start, cut.block)] = _weighted_mean(p, cut.block, weights, scales, words)
+    if lse_ref is None:
+        return
+
+    def store_lse():
+        for k, lse in enumerate(merged):
+            lse_ref[start // p.row + k] = lse
+
+    if cut.block < p.row:  # several blocks share the row; the first writes
+        pl.when(start % p.row == 0)(store_lse)
+    else:
+        store_lse()
+
+
+def _weights(lses: Sequence[Array], base: LogBase) -> tuple[list[Array], Array, Array]:
+    """Of one row: a weight per source, what normalises them, and the merged LSE; all scalars."""
+    shift = math.ceil(math.log2(len(lses)))
     to_log2, from_log2 = np.float32(base.ln / math.log(2.0)), np.float32(math.log(2.0) / base.ln)
     lses = [jnp.where(lse < jnp.inf, lse, -jnp.inf) for lse in lses]
-    m = functools.reduce(jnp.maximum, lses)
-    m = jnp.where(m == -jnp.inf, 0.0, m)
+    m = _maximum(lses)
+    m = jnp.where(m == -jnp.inf, 0.0, m) + np.float32(shift * from_log2)
     # The difference is scaled, not the LSEs: those may be finite and near the end of float32's range.
-    powers = [jnp.exp2(lse - m if base is LogBase.TWO else (lse - m) * to_log2) for lse in lses]
-    s = functools.reduce(lambda a, b: a + b, powers)  # in source order; at least 1 unless all are empty
-    divisor = jnp.maximum(s, 1.0)
+    weights = [jnp.exp2(lse - m if base is LogBase.TWO else (lse - m) * to_log2) for lse in lses]
+    s = functools.reduce(lambda a, b: a + b, weights)  # in source order; about 2^-shift or more unless all are empty
+    divisor = jnp.maximum(s, np.float32(2.0 ** -(shift + 1)))
     log = jnp.log2(divisor) if base is LogBase.TWO else jnp.log2(divisor) * from_log2
-    inverse = 1.0 / divisor
-    return [power * inverse for power in powers], jnp.where(s > 0, m + log, -jnp.inf)
+    return weights, 1.0 / divisor, jnp.where(s > 0, m + log, -jnp.inf)
 
 
-def _weighted_sum(weights: Sequence[Sequence[Array]], rows: Sequence[Array], dim: int) -> Array:
-    """sum_i w_i rows_i in float32 over a block; `weights[k][i]` is that of source i in the block's row k."""
-    (block,) = rows[0].shape
-    element = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=_layout(block)) if len(weights) > 1 else None
-    total = None
-    for i, values in enumerate(rows):
-        w = jnp.broadcast_to(weights[0][i], (block,))
-        for k in range(1, len(weights)):
-            w = jnp.where(element >= k * dim, weights[k][i], w)
-        term = jnp.where(w > 0, w * values.astype(jnp.float32), 0.0)
-        total = term if total is None else total + term
-    return total
+def _maximum(values: Sequence[Array]) -> Array:
+    """Maximum by a tree: its depth, not the number of values, is waited for."""
+    while len(values) > 1:
+        pairs = [jnp.maximum(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + list(values[len(pairs) * 2 :])
+    return values[0]
 
 
-def _store_lse(ref, merged: Sequence[Array], first_row, is_first_block) -> None:
-    """Writes a block's LSEs; where a row spans several blocks, only its first does."""
+def _weighted_mean(p: _Problem, block: int, weights, scales, words: Sequence[Array]) -> Array:
+    """Words of scale * sum_i w_i o_i; `weights[k][i]` and `scales[k]` are those of the block's row k."""
+    word = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=_layout(block)) if len(scales) > 1 else None
 
-    def store():
-        for k, lse in enumerate(merged):
-            ref[first_row + k] = lse
+    def spread(by_row: Sequence[Array]) -> Array:
+        """One scalar per row to [block]."""
+        spread_out = jnp.broadcast_to(by_row[0], (block,))
+        for k, value in enumerate(by_row[1:], start=1):
+            spread_out = jnp.where(word >= k * p.row, value, spread_out)
+        return spread_out
 
-    if is_first_block is None:
-        store()
-    else:
-        pl.when(is_first_block)(store)
+    sums = None
+    for i in range(p.sources):
+        w = spread([row[i] for row in weights])
+        values = _unpacked(jnp.where(w > 0, words[i], jnp.uint32(0)), p.dtype)
+        terms = [w * value for value in values]
+        sums = terms if sums is None else [total + term for total, term in zip(sums, terms, strict=True)]
+    scale = spread(scales)
+    return _packed([total * scale for total in sums], p.dtype)
+
+
+def _unpacked(words: Array, dtype: np.dtype) -> list[Array]:
+    """float32 values of the elements in each word, the low one first."""
+    if dtype.itemsize == 4:
+        return [lax.bitcast_convert_type(words, jnp.float32)]
+    if dtype == jnp.bfloat16:  # the upper half of a float32
+        return [lax.bitcast_convert_type(bits, jnp.float32) for bits in (words << 16, words & jnp.uint32(0xFFFF0000))]
+    halves = (words & jnp.uint32(0xFFFF), words >> 16)
+    return [lax.bitcast_convert_type(half.astype(jnp.uint16), dtype).astype(jnp.float32) for half in halves]
+
+
+def _packed(values: Sequence[Array], dtype: np.dtype) -> Array:
+    """Inverse of `_unpacked`, rounding to nearest."""
+    if dtype.itemsize == 4:
+        return lax.bitcast_convert_type(values[0], jnp.uint32)
+    low, high = (lax.bitcast_convert_type(value.astype(dtype), jnp.uint16).astype(jnp.uint32) for value in values)
+    return high << 16 | low

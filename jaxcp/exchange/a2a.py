@@ -77,7 +77,7 @@ class Engine(CollectiveEngine):
         """One packed block to every peer."""
         spec = self.spec
         words = packing.packed_words(tokens * spec.heads_per_rank, spec.head_dim, spec.dtype)
-        return (spec.cp - 1) * words * spec.dtype.itemsize
+        return (spec.cp - 1) * words * packing.word(spec.head_dim, spec.dtype).itemsize
 
 
 def _merge_xla(received: Array, rows: int, spec: ExchangeSpec, base: LogBase, return_lse: bool):

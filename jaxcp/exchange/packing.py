@@ -3,11 +3,13 @@
     [ tokens * h * dim rows | tokens * h LSEs | pad to 16 bytes ]
 
 Rows come first and the block is a multiple of 16 bytes, so every row of every source starts on 16 bytes where
-dim * itemsize does. A 32-bit LSE travels as two 16-bit words, low half first, next to 16-bit rows.
+dim * itemsize does. Beside 16-bit rows a 32-bit LSE takes the place of two elements.
 
-The block is made of unsigned integers of the row's width. As bfloat16 it would not survive: XLA:CPU takes bfloat16
-through float32 even to copy it, which quiets the signalling NaNs that low halves of LSEs look like.
+The block is made of unsigned integers. As bfloat16 it would not survive: XLA:CPU takes bfloat16 through float32 even to
+copy it, which quiets the signalling NaNs that low halves of LSEs look like.
 """
+
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,35 +22,59 @@ ALIGNMENT = 16
 """Bytes."""
 
 
-def word(dtype: np.dtype) -> np.dtype:
-    """The unsigned integer as wide as `dtype`."""
-    return np.dtype(f"uint{8 * dtype.itemsize}")
-
-
-def lse_words(dtype: np.dtype) -> int:
-    """Words that hold one LSE next to rows of `dtype`: 2 for 16-bit rows, else 1."""
-    return jnp.dtype(accumulation_dtype(dtype)).itemsize // dtype.itemsize
+def word(dim: int, dtype: np.dtype) -> np.dtype:
+    """The unsigned integer of which blocks are made: as wide as an LSE, or as an element where that cuts no row."""
+    lse_bytes = jnp.dtype(accumulation_dtype(dtype)).itemsize
+    return np.dtype(f"uint{8 * (lse_bytes if dim * dtype.itemsize % lse_bytes == 0 else dtype.itemsize)}")
 
 
 def packed_words(rows: int, dim: int, dtype: np.dtype) -> int:
     """Words of one destination's block of `rows` rows of `dim`."""
-    used = rows * (dim + lse_words(dtype))
-    per_unit = ALIGNMENT // dtype.itemsize
-    return -(-used // per_unit) * per_unit
+    row_bytes = dim * dtype.itemsize + jnp.dtype(accumulation_dtype(dtype)).itemsize
+    return math.ceil(rows * row_bytes / ALIGNMENT) * ALIGNMENT // word(dim, dtype).itemsize
+
+
+def as_words(x: Float[Array, "... width"], word: np.dtype) -> UInt[Array, "... words"]:
+    """The bits of the last axis as words, wider or narrower than the elements."""
+    ratio = word.itemsize / x.dtype.itemsize
+    if ratio > 1:
+        x = x.reshape(*x.shape[:-1], -1, int(ratio))
+    words = lax.bitcast_convert_type(x, word)
+    return words.reshape(*words.shape[:-2], -1) if ratio < 1 else words
+
+
+def from_words(words: UInt[Array, "... words"], dtype: np.dtype) -> Float[Array, "... width"]:
+    """Inverse of `as_words`."""
+    ratio = dtype.itemsize / words.dtype.itemsize
+    if ratio > 1:
+        words = words.reshape(*words.shape[:-1], -1, int(ratio))
+    x = lax.bitcast_convert_type(words, dtype)
+    return x.reshape(*x.shape[:-2], -1) if ratio < 1 else x
 
 
 def pack(o: Float[Array, "tokens heads dim"], lse: Float[Array, "tokens heads"], cp: int) -> UInt[Array, "cp words"]:
     """For each destination a block with the rows and LSEs of its heads; (0, -inf) in rows without a head."""
     tokens, heads, dim = o.shape
-    dtype, rows = o.dtype, tokens * -(-heads // cp)
+    kind = word(dim, o.dtype)
     # Words first, order second: the whole packing is then one fusion (a fusion cannot change an element's width).
-    o_bits = lax.bitcast_convert_type(o, word(dtype))
-    lse_bits = lax.bitcast_convert_type(lse, word(dtype)).reshape(tokens, heads, lse_words(dtype))
-    empty = np.full(1, -np.inf, accumulation_dtype(dtype)).view(word(dtype))
-    used = rows * (dim + lse_words(dtype))
-    padding = jnp.zeros((cp, packed_words(rows, dim, dtype) - used), word(dtype))
-    blocks = [_by_destination(o_bits, np.zeros(dim, word(dtype)), cp), _by_destination(lse_bits, empty, cp), padding]
-    return jnp.concatenate(blocks, axis=1)
+    o_words, lse_words = as_words(o, kind), as_words(lse[..., None], kind)
+    empty = np.full(1, -np.inf, lse.dtype).view(kind)
+    rows = _by_destination(o_words, np.zeros(o_words.shape[-1], kind), cp)
+    lses = _by_destination(lse_words, empty, cp)
+    padding = packed_words(tokens * -(-heads // cp), dim, o.dtype) - rows.shape[1] - lses.shape[1]
+    return jnp.concatenate([rows, lses, jnp.zeros((cp, padding), kind)], axis=1)
+
+
+def unpack(
+    packed: UInt[Array, "peers words"], rows: int, dim: int, dtype: np.dtype
+) -> tuple[Float[Array, "peers rows dim"], Float[Array, "peers rows"]]:
+    """Inverse of `pack` for rows of `dtype`."""
+    peers, width = packed.shape[0], packed.dtype.itemsize
+    lse_dtype = jnp.dtype(accumulation_dtype(dtype))
+    first_lse = rows * dim * dtype.itemsize // width
+    end = first_lse + rows * lse_dtype.itemsize // width
+    o = from_words(packed[:, :first_lse].reshape(peers, rows, -1), dtype)
+    return o, from_words(packed[:, first_lse:end].reshape(peers, rows, -1), lse_dtype)[..., 0]
 
 
 def _by_destination(words: UInt[Array, "tokens heads width"], empty: np.ndarray, cp: int) -> UInt[Array, "cp words"]:
@@ -58,15 +84,3 @@ def _by_destination(words: UInt[Array, "tokens heads width"], empty: np.ndarray,
     if missing:
         words = jnp.concatenate([words, jnp.broadcast_to(empty, (tokens, missing, width))], axis=1)
     return words.reshape(tokens, cp, -1, width).swapaxes(0, 1).reshape(cp, (heads + missing) // cp * tokens * width)
-
-
-def unpack(
-    packed: UInt[Array, "peers words"], rows: int, dim: int, dtype: np.dtype
-) -> tuple[Float[Array, "peers rows dim"], Float[Array, "peers rows"]]:
-    """Inverse of `pack` for rows of `dtype`."""
-    peers, width = packed.shape[0], lse_words(dtype)
-    o = packed[:, : rows * dim].reshape(peers, rows, dim)
-    words = packed[:, rows * dim : rows * (dim + width)]
-    if width > 1:  # bitcast_convert_type joins the last axis into the wider type
-        words = words.reshape(peers, rows, width)
-    return lax.bitcast_convert_type(o, dtype), lax.bitcast_convert_type(words, accumulation_dtype(dtype))
