@@ -11,22 +11,20 @@ joins it to the one outside where the token can be passed as an argument. Two ne
 depend on each other's results stay unordered on CPU: pass something from the first into the second.
 """
 
-import collections
 import threading
+import weakref
 
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, UInt32
 
-NESTING = 8
-"""Traces remembered per thread; the oldest goes first. More nested functions than that only lose the join."""
-
 
 class _Chains(threading.local):
-    """(trace, its last token), the newest first."""
+    """(trace, weak reference to its last token) of the traces that are alive."""
 
     def __init__(self):
-        self.entries = collections.deque(maxlen=NESTING)
+        self.entries = []
 
 
 _chains = _Chains()
@@ -35,14 +33,17 @@ _chains = _Chains()
 def current() -> UInt32[Array, "1"]:
     """Token that the next call of this trace must take."""
     trace = get_opaque_trace_state(convention="flax")
-    for known, token in _chains.entries:
-        if known == trace:
+    for known, reference in _chains.entries:
+        if known == trace and (token := reference()) is not None:
             return token
     return jnp.zeros(1, jnp.uint32)
 
 
 def enter(token: UInt32[Array, "1"]) -> None:
     """Makes `token` the one that the next call of this trace takes."""
+    # An operation on the token, dead code to XLA, keeps it alive as long as its trace and no longer: holding it here
+    # would keep the trace, the program's closures and the exchange itself alive for ever.
+    lax.bitwise_not(token)
     trace = get_opaque_trace_state(convention="flax")
-    others = [entry for entry in _chains.entries if entry[0] != trace]
-    _chains.entries = collections.deque([(trace, token), *others], maxlen=NESTING)
+    others = [(known, reference) for known, reference in _chains.entries if known != trace and reference() is not None]
+    _chains.entries = [(trace, weakref.ref(token)), *others]

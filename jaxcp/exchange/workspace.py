@@ -250,11 +250,13 @@ class _Watcher:
         reported: weakref.WeakSet[Workspace] = weakref.WeakSet()
         while True:
             time.sleep(self.PERIOD_S)
-            with self._lock:
-                watched = list(self._watched)
-            for workspace in watched:
-                self._look(workspace, reported)
-            del watched, workspace
+            self._look_at_all(reported)
+
+    def _look_at_all(self, reported: "weakref.WeakSet[Workspace]") -> None:
+        with self._lock:
+            watched = list(self._watched)
+        for workspace in watched:
+            self._look(workspace, reported)
 
     @staticmethod
     def _look(workspace: Workspace, reported: "weakref.WeakSet[Workspace]") -> None:

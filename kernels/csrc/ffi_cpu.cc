@@ -1,24 +1,48 @@
 // XLA FFI handlers of the host twin (platform "cpu"), and the stand-in for the GPU's that can only be compiled.
+#include <memory>
+#include <thread>
+#include <utility>
+
 #include "ffi_exchange.h"
 #include "twin.h"
 
 namespace jaxcp {
 namespace {
 
-ffi::Error fused(int32_t device, ffi::RunId run, ffi::AnyBuffer o, ffi::Buffer<ffi::F32> lse, ffi::Buffer<ffi::U32>,
-                 ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U32>> token, ffi::RemainingRets more,
-                 int64_t exchange, int64_t site, int64_t base) {
+ffi::Future failed(ffi::Error error) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(std::move(error));
+  return future;
+}
+
+// A call waits for its peers on a thread of its own. XLA:CPU's devices share one pool of threads, which the waiting calls
+// of some devices together with their psums could fill before the other devices have begun theirs.
+ffi::Future run(std::shared_ptr<Workspace> workspace, const ExchangeParams& params) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  std::thread([workspace = std::move(workspace), params, promise]() mutable {
+    twin::exchange(params);
+    promise.SetAvailable();
+  }).detach();
+  return future;
+}
+
+ffi::Future fused(int32_t device, ffi::RunId run_id, ffi::AnyBuffer o, ffi::Buffer<ffi::F32> lse, ffi::Buffer<ffi::U32>,
+                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U32>> token, ffi::RemainingRets more,
+                  int64_t exchange, int64_t site, int64_t base) {
   Registry& registry = Registry::instance();
-  if (const auto why = registry.refusal(exchange, run.run_id)) return ffi::Error::Internal(*why);
+  if (const auto why = registry.refusal(exchange, run_id.run_id)) return failed(ffi::Error::Internal(*why));
   const auto workspaces = registry.on_device(exchange, device);
-  if (workspaces.empty()) return not_made(exchange);
+  if (workspaces.empty()) return failed(not_made(exchange));
   Workspace& workspace = *workspaces.front();
   ExchangeParams params = workspace.params(site);
-  if (ffi::Error error = take_buffers(workspace.config, o, lse, out, more, base, params); error.failure()) return error;
+  if (ffi::Error error = take_buffers(workspace.config, o, lse, out, more, base, params); error.failure()) {
+    return failed(std::move(error));
+  }
   ++workspace.launches;
   token->typed_data()[0] = 0;
-  twin::exchange(params);
-  return ffi::Error::Success();
+  return run(workspaces.front(), params);
 }
 
 ffi::Error compile_only(ffi::RemainingArgs, ffi::RemainingRets) {
