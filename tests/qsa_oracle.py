@@ -38,12 +38,12 @@ def layer(c: qsa.QSAConfig, w: dict, x, rope=None) -> Answer:
     rope = np.stack([np.arange(n)] * 3) if rope is None else np.asarray(rope)
     qg = (x @ w["q_proj.weight"].T).reshape(n, c.heads, 2, c.head_dim)
     q = rotate(c, norm(c, qg[:, :, 0], w["q_norm.weight"]), rope)
-    k = rotate(c, norm(c, (x @ w["k_proj.weight"].T).reshape(n, c.kv_heads, -1), w["k_norm.weight"]), rope)
-    v = (x @ w["v_proj.weight"].T).reshape(n, c.kv_heads, -1)
+    k = rotate(c, norm(c, (x @ w["k_proj.weight"].T).reshape(n, c.kv_heads, c.head_dim), w["k_norm.weight"]), rope)
+    v = (x @ w["v_proj.weight"].T).reshape(n, c.kv_heads, c.head_dim)
     index = (x @ w["indexer.index_qk_proj.weight"].T).reshape(n, c.index_heads + 1, c.index_dim)
     index_q = rotate(c, norm(c, index[:, :-1], w["indexer.q_layernorm.weight"]), rope)
     whole = n // c.ratio
-    pooled = index[: whole * c.ratio, -1].reshape(whole, c.ratio, -1).mean(1)
+    pooled = index[: whole * c.ratio, -1].reshape(whole, c.ratio, c.index_dim).mean(1)
     keys = rotate(c, norm(c, pooled, w["indexer.k_layernorm.weight"])[:, None], rope[:, : whole * c.ratio : c.ratio])[
         :, 0
     ]
@@ -55,7 +55,7 @@ def layer(c: qsa.QSAConfig, w: dict, x, rope=None) -> Answer:
         rows.append(tokens(blocks[-1], p, c.ratio))
         o = attend(q[p], k[rows[-1]], v[rows[-1]])
         y.append((o / (1 + np.exp(-qg[p, :, 1]))).ravel() @ w["o_proj.weight"].T)
-    return Answer(np.array(y).reshape(n, -1), blocks, rows, keys, scores)
+    return Answer(np.array(y).reshape(n, c.hidden), blocks, rows, keys, scores)
 
 
 def norm(c, x, w):
@@ -79,18 +79,20 @@ def largest(score, k):
 
 def tokens(blocks, p, ratio):
     """Token ids of a row: its blocks, then the incomplete block up to p."""
-    return np.array(
-        [b * ratio + j for b in blocks for j in range(ratio)] + list(range((p + 1) // ratio * ratio, p + 1)), int
-    )
+    inside = (np.asarray(blocks, int)[:, None] * ratio + np.arange(ratio)).ravel()
+    return np.concatenate([inside, np.arange((p + 1) // ratio * ratio, p + 1)])
 
 
 def attend(q, k, v):
     """q [heads, dim] over k, v [tokens, kv_heads, dim]; 0 without tokens."""
     if not len(k):
         return np.zeros((len(q), v.shape[-1]))
-    logits = np.einsum("hd,thd->ht", q, np.repeat(k, len(q) // k.shape[1], 1)) / np.sqrt(q.shape[-1])
-    p = np.exp(logits - logits.max(-1, keepdims=True))
-    return np.einsum("ht,thd->hd", p / p.sum(-1, keepdims=True), np.repeat(v, len(q) // v.shape[1], 1))
+    out, group = [], len(q) // k.shape[1]
+    for head, query in enumerate(q):
+        logits = k[:, head // group] @ query / np.sqrt(q.shape[-1])
+        p = np.exp(logits - logits.max())
+        out.append(p / p.sum() @ v[:, head // group])
+    return np.array(out)
 
 
 def weights(c: qsa.QSAConfig, seed=0) -> dict:

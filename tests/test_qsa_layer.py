@@ -1,5 +1,8 @@
 """The layer's mathematics: worked examples, positions, dense equality, rounding points."""
 
+import dataclasses
+from functools import partial as bind
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,7 @@ import qsa_oracle as oracle
 from qsa_runs import Session, close, same_selection
 
 from jaxcp import qsa
-from jaxcp.qsa.layer import compress, project
+from jaxcp.qsa.layer import compress, output, project
 from jaxcp.qsa.numerics import rounded, widen
 from jaxcp.qsa.rope import rotate, table
 from jaxcp.qsa.selection import scores, token_rows, top_blocks
@@ -141,6 +144,33 @@ def test_rounding_points_of_bfloat16():
     mostly_equal(got, turn(pooled, bf16(cos[::4, 0]), bf16(sin[::4, 0]), bf16))
 
 
+def test_rounding_points_of_bfloat16_attention():
+    """The scaled query and the probabilities are rounded; logits, normaliser and accumulation are not."""
+    rng = np.random.default_rng(0)
+    q, k, v = (bf16(rng.normal(size=s) * 2) for s in ((64, 8), (40, 2, 8), (40, 2, 8)))
+    scaled = bf16(np.float32(q) * np.float32(8**-0.5 * np.log2(np.e)))
+    logits = np.einsum("hd,thd->ht", scaled, np.repeat(k, 32, 1))
+    p = np.exp2(logits - logits.max(1, keepdims=True))
+    want = bf16(np.einsum("ht,thd->hd", bf16(p), np.repeat(v, 32, 1)) / p.sum(1, keepdims=True))
+    got = jax.jit(bind(attend_rows, scale=8**-0.5))(*(jnp.asarray(a, jnp.bfloat16) for a in (q, k, v)), jnp.array(40))[
+        0
+    ]
+    mostly_equal(got, want)
+
+
+def test_rounding_points_of_the_gate():
+    c, rng = oracle.TINY, np.random.default_rng(0)
+    o, gate = (bf16(rng.normal(size=(50, c.heads, c.head_dim))) for _ in range(2))
+    identity = np.eye(c.heads * c.head_dim)[: c.hidden]
+    params = dataclasses.replace(
+        qsa.from_tensors(oracle.weights(c), c), o_proj=jnp.asarray(identity, jnp.bfloat16)
+    )  # fmt: skip
+    real = jnp.arange(50) < 40
+    y = jax.jit(output)(params, jnp.asarray(o, jnp.bfloat16), jnp.asarray(gate, jnp.bfloat16), real)
+    mostly_equal(y[:40], bf16(o / (1 + np.exp(-gate))).reshape(50, -1)[:40, : c.hidden])
+    assert not y[40:].any()
+
+
 def mostly_equal(got, want):
     got = np.asarray(got, np.float64)
     assert (got == want).mean() > 0.99, f"{(got != want).mean():.1%} of the values differ"
@@ -160,7 +190,6 @@ def test_index_rotation_rounds_every_product():
     angles = jnp.float32([[0.3]]), jnp.float32([[0.7]])
     x = jnp.float32([[1.7, -2.9, 5.0]])
     cos, sin, a, b = (bf16(z) for z in (0.3, 0.7, 1.7, -2.9))
-    want = [bf16(bf16(1.7 * cos) + bf16(2.9 * sin)), bf16(bf16(-2.9 * cos) + bf16(1.7 * sin)), 5.0]
     got = rotate(rounded(x, jnp.bfloat16), angles, step=jnp.bfloat16)
     want = [bf16(bf16(a * cos) - bf16(b * sin)), bf16(bf16(b * cos) + bf16(a * sin)), 5.0]
     assert got[0].tolist() == want

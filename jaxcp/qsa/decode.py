@@ -24,7 +24,7 @@ def decode(
     lengths: Any,
     *,
     counts: Any = None,
-    rope_positions: Int[Array, "3 tokens"] | None = None,
+    rope_positions: Int[Array, "axes positions"] | None = None,
     layer: Any = 0,
     implementation: str = "auto",
     return_selection: bool = False,

@@ -40,11 +40,14 @@ def scores(
 def top_blocks(score: Float[Array, "rows blocks"], visible: Int[Array, " rows"], k: int) -> Int32[Array, "rows k"]:
     """Ids of the min(k, visible) largest scores among each row's first `visible` blocks: ascending, then -1.
 
-    Equal scores go by id, smaller first; +0 and -0 are equal (`lax.top_k` alone ranks +0 higher).
+    Equal scores go by id, smaller first. `lax.top_k` ranks +0 above -0, so -0 is replaced; its bits are compared, since
+    some platforms take every subnormal for 0.
     """
     n = score.shape[1]
     seen = jnp.arange(n) < visible[:, None]
-    ranked = jnp.where(seen, jnp.where(score == 0, jnp.zeros_like(score), score), -jnp.inf)
+    bits = lax.bitcast_convert_type(score, f"int{8 * score.dtype.itemsize}")
+    unsigned_zero = jnp.where(bits == jnp.iinfo(bits.dtype).min, jnp.zeros_like(score), score)
+    ranked = jnp.where(seen, unsigned_zero, -jnp.inf)
     _, ids = lax.top_k(ranked, min(k, n))
     place = jnp.arange(min(k, n))
     ids = jnp.sort(jnp.where(place < visible[:, None], ids, ABSENT), axis=-1)
