@@ -165,6 +165,27 @@ def init_cache(
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))()
 
 
+def checked(cache: Any) -> Cache:
+    """`cache`, or the error that names the leaf whose shape or dtype does not fit the config."""
+    if not isinstance(cache, Cache):
+        raise invalid("cache", type(cache).__name__, "a Cache", "Make one with decode.init_cache.", TypeError)
+    config, pages = cache.config, f"[layers={cache.config.layers}, pages, page_size={cache.config.page_size}, "
+    widths = {"k": config.key_dim} | ({} if config.latent else {"v": config.value_dim})
+    for name, dim in widths.items():
+        leaf, row = getattr(cache, name), (config.page_size, config.kv_heads, dim)
+        if leaf.ndim != 5 or leaf.shape[0] != config.layers or leaf.shape[2:] != row:
+            raise invalid(f"cache.{name}.shape", leaf.shape, f"{pages}kv_heads={config.kv_heads}, dim={dim}]",
+                          "Make the cache with decode.init_cache.")
+        if leaf.dtype != page_dtype(config.dtype):
+            raise invalid(f"cache.{name}.dtype", leaf.dtype, str(page_dtype(config.dtype)),
+                          "The config's dtype decides; float8_e4m3fn is kept as uint8.", TypeError)
+    table = cache.page_table
+    if table.ndim != 2 or table.dtype != jnp.int32 or cache.dropped.shape != table.shape[:1]:
+        raise invalid("cache.page_table", f"{table.dtype}{list(table.shape)}",
+                      f"int32[{cache.dropped.shape[0]}, pages_per_request]", "One row of page ids per request.")
+    return cache
+
+
 def write(
     cache: Cache, layer: Array, k: Float[Array, "requests query_tokens kv_heads key_dim"],
     v: Float[Array, "requests query_tokens kv_heads value_dim"] | None,

@@ -131,9 +131,7 @@ class _Step:
 
     @classmethod
     def of(cls, q, k, v, cache, lengths, exchange, layer, counts, scale) -> "_Step":
-        if not isinstance(cache, Cache):
-            raise invalid("cache", type(cache).__name__, "a Cache", "Make one with decode.init_cache.", TypeError)
-        config = cache.config
+        config = _cache.checked(cache).config
         _check_exchange(cache, exchange)
         per_request = _check_queries(q, cache, exchange)
         k, v = _rows(k, v, q, config)
@@ -183,7 +181,7 @@ def _rows(k: Any, v: Any, q: Array, config: CacheConfig) -> tuple[Array, Array |
         shapes = {"k": (tokens, config.kv_heads, config.key_dim), "v": (tokens, config.kv_heads, config.value_dim)}
     for (name, shape), x in zip(shapes.items(), (k, v), strict=True):
         if getattr(x, "shape", None) != shape:
-            raise invalid(f"{name}.shape", getattr(x, "shape", type(x).__name__), shape,
+            raise invalid(f"{name}.shape", getattr(x, "shape", type(x).__name__), str(shape),
                           "One row per query token, as the cache's config says, the same on every rank.")
         if x.dtype != q.dtype:
             raise invalid(f"{name}.dtype", x.dtype, f"{q.dtype}, the dtype of q", "Cast it.", TypeError)
