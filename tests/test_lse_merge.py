@@ -27,7 +27,7 @@ def reads(case: cases.Case) -> int:
     if not rows or lse_merge.blocker(case.cp, rows, case.dim, case.dtype):
         return 0
     row = case.dim * jnp.dtype(case.dtype).itemsize // 4
-    block = lse_merge.tiling(rows, case.dim, case.dtype).block
+    block = lse_merge.tiling(case.cp, rows, case.dim, case.dtype).block
     return rows * row // block * case.cp * (1 + max(1, block // row))
 
 
@@ -63,7 +63,8 @@ def test_matches_oracle(case):
 
 
 def test_the_cases_reach_every_block_size_and_dtype():
-    cuts = {lse_merge.tiling(case.tokens * case.heads_per_rank, case.dim, case.dtype).block for case in CASES}
+    rows = lambda case: case.tokens * case.heads_per_rank  # noqa: E731
+    cuts = {lse_merge.tiling(case.cp, rows(case), case.dim, case.dtype).block for case in CASES}
     assert cuts == {128, 256, 512}
     assert {case.dtype for case in CASES} == set(lse_merge.DTYPES)
     assert {case.filling for case in CASES} == set(cases._FILLINGS)
@@ -138,22 +139,23 @@ def test_blocker(sources, rows, dim, dtype, why):
         lse_merge.merge_packed(jnp.zeros((sources, 8), "uint32"), rows=rows, dim=dim, dtype=dtype, base=LogBase.TWO)
 
 
-@pytest.mark.parametrize(("rows", "dim", "dtype", "cut"), [
-    (16, 512, "bfloat16", Tiling(256)), (1, 512, "float16", Tiling(256)), (3, 1536, "bfloat16", Tiling(256)),
-    (1, 1024, "bfloat16", Tiling(512)), (1, 512, "float32", Tiling(512)), (2, 128, "bfloat16", Tiling(128)),
-    (4, 64, "bfloat16", Tiling(128)), (1, 128, "float32", Tiling(128)), (1, 640, "float32", Tiling(128)),
-    (512, 512, "bfloat16", Tiling(256, 2)), (513, 512, "bfloat16", Tiling(256)),
+@pytest.mark.parametrize(("sources", "rows", "dim", "dtype", "cut"), [
+    (8, 16, 512, "bfloat16", Tiling(256)), (8, 1, 512, "float16", Tiling(256)), (8, 3, 1536, "bfloat16", Tiling(256)),
+    (8, 1, 1024, "bfloat16", Tiling(512)), (8, 1, 512, "float32", Tiling(512)), (8, 2, 128, "bfloat16", Tiling(128)),
+    (8, 4, 64, "bfloat16", Tiling(128)), (8, 1, 128, "float32", Tiling(128)), (8, 1, 640, "float32", Tiling(128)),
+    (8, 512, 512, "bfloat16", Tiling(256)), (2, 512, 512, "bfloat16", Tiling(256, 2)),
+    (2, 513, 512, "bfloat16", Tiling(256)), (2, 16, 512, "bfloat16", Tiling(256)),
 ])  # fmt: skip
-def test_tiling(rows, dim, dtype, cut):
-    assert lse_merge.tiling(rows, dim, dtype) == cut
-    assert lse_merge.blocker(8, rows, dim, dtype) is None
+def test_tiling(sources, rows, dim, dtype, cut):
+    assert lse_merge.tiling(sources, rows, dim, dtype) == cut
+    assert lse_merge.blocker(sources, rows, dim, dtype) is None
 
 
 @deviceless.requires_plugin
 @pytest.mark.parametrize("architecture", deviceless.ARCHITECTURES)
 def test_compiles_without_a_device(architecture, tmp_path):
     """All dtypes and block sizes; the exchange's schedule test covers the kernel inside shard_map."""
-    shapes = [("bfloat16", 512, 512), ("float16", 8, 64), ("float32", 2, 128), ("float16", 2, 1024)]
+    shapes = [("bfloat16", 16, 512), ("float16", 8, 64), ("float32", 2, 128), ("float16", 2, 1024)]
     hlo = deviceless.run(f"""
     from jaxcp import LogBase
     from jaxcp.exchange import packing

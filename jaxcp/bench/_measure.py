@@ -4,6 +4,7 @@ The profiler's kernel durations leave out dispatch, which costs tens of microsec
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import datetime
 import json
@@ -60,13 +61,14 @@ def device_times(programs: Sequence[Program], *, repeat: int = 50, warm_up: int 
     """
     if (platform := jax.default_backend()) != "gpu":
         raise BackendError(f"device times: the profiler times kernels of GPUs only, and jax runs on {platform!r} here.")
-    named = [_named(program.fn, f"measured_{i}") for i, program in enumerate(programs)]
-    for fn, program in zip(named, programs, strict=True):
-        for _ in range(warm_up):
-            jax.block_until_ready(fn(*program.args))
+    lowered = [_named(program.fn, f"measured_{i}").lower(*program.args) for i, program in enumerate(programs)]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = list(pool.map(lambda program: program.compile(), lowered))
+    for fn, program in zip(compiled, programs, strict=True):
+        _repeated(fn, program.args, warm_up)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            results = [_repeated(fn, program.args, repeat) for fn, program in zip(named, programs, strict=True)]
+            results = [_repeated(fn, program.args, repeat) for fn, program in zip(compiled, programs, strict=True)]
         events = kernel_events(folder, "/device:GPU")
     return [_device_time(events.get(f"jit_measured_{i}", {}), repeat, result) for i, result in enumerate(results)]
 
@@ -88,7 +90,7 @@ def kernel_events(folder: str, plane_prefix: str) -> dict[str, dict[str, list[fl
     return found
 
 
-def _named(fn: Callable, name: str) -> Callable:
+def _named(fn: Callable, name: str) -> Any:
     """`fn` jitted under `name`, by which the profiler tells its kernels from others'."""
 
     def measured(*args):
@@ -128,7 +130,8 @@ def shortest_kernel_us() -> float:
 def record(figures: dict[str, Any]) -> dict[str, Any]:
     """`figures` with the environment they were taken in."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    command = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+    program = pathlib.Path(sys.argv[0]).name
+    command = ["jaxcp" if program == "cli.py" else program, *sys.argv[1:]]
     return {"date": now, "command": " ".join(command), "environment": doctor.environment()} | figures
 
 

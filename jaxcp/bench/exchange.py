@@ -1,10 +1,11 @@
-"""`jaxcp bench exchange`: the merge kernel on one GPU beside XLA's fusion of the same maths and the copy rate.
+"""`jaxcp bench exchange`: the merge kernel on one GPU beside XLA's fusions of the same maths and the copy rate.
 
 What one rank does after an all-to-all is simulated: `sources` partials of its heads, in packed blocks or in separate
 arrays, are merged. Results are checked against a float64 merge outside the timed loop.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -63,12 +64,24 @@ class Shape:
         packed = _pack(o, lse)
         facts = {"rows": self.rows, "dim": self.dim, "dtype": self.dtype, "base": self.base}
         merge = lambda o, lse: lse_lib.merge(Partial(o, lse, self.base)).o  # noqa: E731
+        fusable = lambda o, lse: _fusable_merge(o, lse, self.base)  # noqa: E731
         return {
             "packed": Program(lambda x: lse_merge.merge_packed(x, **facts)[0], (packed,)),
             "separate": Program(lambda o, lse: lse_merge.merge_separate(o, lse, base=self.base)[0], (o, lse)),
             "xla": Program(merge, (o, lse)),
-            "xla_packed": Program(lambda x: merge(*packing.unpack(x, self.rows, self.dim, o.dtype)), (packed,)),
+            "xla_fusable": Program(fusable, (o, lse)),
+            "xla_packed": Program(lambda x: fusable(*packing.unpack(x, self.rows, self.dim, o.dtype)), (packed,)),
         }
+
+
+def _fusable_merge(o: jax.Array, lse: jax.Array, base: LogBase) -> jax.Array:
+    """`jaxcp.lse.merge` written so that XLA fuses most: sources unrolled, one division at the end."""
+    lses = list(lse_lib.sanitize(lse))
+    m = functools.reduce(jnp.maximum, lses)
+    m = jnp.where(m == -jnp.inf, 0, m)
+    weights = [base.exp(x - m) for x in lses]
+    total = sum(lse_lib.select(w, rows) for w, rows in zip(weights, o, strict=True))
+    return (total / jnp.maximum(sum(weights), 1)[:, None]).astype(o.dtype)
 
 
 def run(
@@ -115,13 +128,15 @@ def _row(shape: Shape, times: dict[str, DeviceTime], rate: float) -> dict[str, A
     """One row of figures, once its results are found right."""
     for name, time in times.items():
         _check(shape, name, time.result)
-    best_xla = min(times["xla"].us, times["xla_packed"].us)
+    packed, floor = times["packed"].us, shape.bytes_moved / rate * 1e6
+    best_xla = min((times[name] for name in ("xla", "xla_fusable", "xla_packed")), key=lambda time: time.us)
     return {
-        "sources": shape.sources, "tokens": shape.tokens, "bytes": shape.bytes_moved,
+        "sources": shape.sources, "tokens": shape.tokens, "bytes": shape.bytes_moved, "floor_us": round(floor, 3),
         **{f"{name}_us": round(time.us, 3) for name, time in times.items()},
-        "xla_kernels": times["xla"].launches, "kernels": {name: _kernels(time) for name, time in times.items()},
-        "floor_us": shape.bytes_moved / rate * 1e6, "of_copy_rate": shape.bytes_moved / rate * 1e6 / times["packed"].us,
-        "ratio_to_xla": times["packed"].us / best_xla, "packed_to_separate": times["packed"].us / times["separate"].us,
+        "xla_best_us": round(best_xla.us, 3), "xla_best_kernels": best_xla.launches,
+        "of_copy_rate": round(floor / packed, 4), "ratio_to_xla": round(packed / best_xla.us, 4),
+        "packed_to_separate": round(packed / times["separate"].us, 4),
+        "kernels": {name: _kernels(time) for name, time in times.items()},
     }  # fmt: skip
 
 
@@ -154,11 +169,11 @@ def table(recorded: dict[str, Any]) -> Table:
     out = Table(title=f"lse_merge on {environment['device_kind']}, jax {environment['versions']['jax']}, "
                       f"copy rate {recorded['copy_rate_tb_s']:.2f} TB/s, "
                       f"shortest kernel {recorded['shortest_kernel_us']:.2f} us")
-    for heading in ("sources", "tokens", "MB", "packed us", "separate us", "XLA us", "XLA packed us", "XLA kernels",
-                    "packed / XLA", "of copy rate"):
+    for heading in ("sources", "tokens", "MB", "packed us", "separate us", "best XLA us", "its kernels",
+                    "XLA packed us", "packed / XLA", "of copy rate"):
         out.add_column(heading, justify="right")
     for row in recorded["rows"]:
         out.add_row(str(row["sources"]), str(row["tokens"]), f"{row['bytes'] / 1e6:.2f}", f"{row['packed_us']:.2f}",
-                    f"{row['separate_us']:.2f}", f"{row['xla_us']:.2f}", f"{row['xla_packed_us']:.2f}",
-                    f"{row['xla_kernels']:g}", f"{row['ratio_to_xla']:.2f}", f"{row['of_copy_rate']:.0%}")
+                    f"{row['separate_us']:.2f}", f"{row['xla_best_us']:.2f}", f"{row['xla_best_kernels']:g}",
+                    f"{row['xla_packed_us']:.2f}", f"{row['ratio_to_xla']:.2f}", f"{row['of_copy_rate']:.0%}")
     return out
