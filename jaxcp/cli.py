@@ -48,25 +48,22 @@ def generate(
     max_new: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     speculate: Annotated[int, typer.Option(help="Tokens drafted by prompt look-up and verified per step.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Last line of stdout: the result as JSON; text goes to stderr.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Result as the last line of stdout.")] = False,
     processes: Annotated[int, typer.Option(help="Processes of this host that share the ranks.")] = 1,
 ) -> None:
     """Continue a prompt greedily with a real model whose KV cache is split over the ranks."""
     from jaxcp import launch
     from jaxcp.models import completion
 
-    request = completion.Request(
-        completion.prompt_text(prompt, file), model, model_file, cp, backend, max_new, speculate, ignore_eos
-    )
+    text = completion.prompt_text(prompt, file)
+    request = completion.Request(text, model, model_file, cp, backend, max_new, speculate, ignore_eos)
     if processes != 1 and not launch.launched():
         _relaunch(processes, cp)
         return
     launch.virtual_devices(max(cp, 1))
     with launch.joined() as process, open(os.devnull, "w") as nowhere:
-        text = nowhere if process else sys.stderr if as_json else sys.stdout
-        record = completion.complete(request, text, sys.stderr)
+        stream = nowhere if process else sys.stderr if as_json else sys.stdout
+        record = completion.complete(request, stream, sys.stderr)
         launch.report(record)
     if as_json and process == 0:
         typer.echo(json.dumps(record))
@@ -83,6 +80,59 @@ def demo() -> None:
     if not demo.run():
         typer.echo("jaxcp: tokens differ", err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def doctor() -> None:
+    """Show devices, peers, compilers, versions, and which exchange would be taken and why."""
+    from jaxcp import launch
+
+    launch.virtual_devices(DEMO_DEVICES)
+    from rich.console import Console
+
+    from jaxcp import doctor
+
+    doctor.render(doctor.examine(), Console())
+
+
+@app.command()
+def build(
+    variant: Annotated[str, typer.Argument(help="cpu (the host twin) or cuda; what jax runs on, if left out.")] = "",
+    arch: Annotated[list[str] | None, typer.Option(help="GPU architectures, e.g. sm_90a; those present.")] = None,
+    nvcc: Annotated[str | None, typer.Option(help="Path of nvcc; searched if left out.")] = None,
+    cxx: Annotated[str | None, typer.Option(help="Path of the host compiler; searched if left out.")] = None,
+) -> None:
+    """Build the native library now rather than on first use, and print its path."""
+    import jax
+
+    from jaxcp import native
+
+    variant = variant or {"gpu": "cuda"}.get(jax.default_backend(), "cpu")
+    if variant not in ("cpu", "cuda"):
+        raise invalid("variant", repr(variant), "'cpu' or 'cuda'", "Name one of the libraries.")
+    typer.echo(native.build(variant, architectures=arch, nvcc=nvcc, cxx=cxx))
+
+
+bench = typer.Typer(help="Measure, with floors and other implementations beside it.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def benchmarks() -> None:
+    """Measure, with floors and other implementations beside it."""
+
+
+@bench.command()
+def exchange(
+    output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
+    repeat: Annotated[int, typer.Option(help="Runs per measurement; medians are reported.")] = 50,
+) -> None:
+    """The merge of the exchange on one GPU, beside XLA's fusion of the same maths and the copy rate."""
+    from rich.console import Console
+
+    from jaxcp.bench import exchange
+
+    exchange.run(output=output, repeat=repeat, console=Console())
 
 
 def _relaunch(processes: int, cp: int) -> None:

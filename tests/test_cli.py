@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 import tiny_llama
 from typer.testing import CliRunner
@@ -39,7 +40,7 @@ def test_help_needs_no_jax():
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    for command in ("generate", "demo"):
+    for command in ("generate", "demo", "doctor", "build", "bench"):
         assert command in done.stdout
     assert time.monotonic() - start < 10
 
@@ -138,6 +139,29 @@ def test_an_error_outside_the_library_is_not_hidden(monkeypatch):
 
     monkeypatch.setattr("jaxcp.models.completion.prompt_text", broken)
     assert isinstance(jaxcp("generate", "a").exception, ZeroDivisionError)
+
+
+def test_doctor_explains_every_backend():
+    result = jaxcp("doctor")
+    assert result.exit_code == 0
+    for word in ("fused", "a2a", "ag_rs", "flashinfer", "allgather", "jaxlib", "nvcc"):
+        assert word in result.stdout
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="asks what is said without a GPU")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "exchange"), "the profiler times kernels of GPUs only"),
+        (("build", "nonsense"), "variant: got 'nonsense'; expected 'cpu' or 'cuda'"),
+        (("build", "cuda"), "got no GPU"),
+        (("build", "cpu", "--cxx", "/no/compiler"), "/no/compiler"),
+    ],
+)
+def test_commands_say_what_they_lack(arguments, message):
+    result = jaxcp(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize(("tokens", "code"), [([1, 2], 0), ([1, 3], 1)])
