@@ -261,7 +261,7 @@ def test_differentiation_is_refused():
     exchange = exchange_of()
     loss = mapped(exchange, lambda o, lse: jax.grad(
         lambda o: exchange(Partial(o[0], lse[0], TWO)).astype(jnp.float32).sum())(o))
-    with pytest.raises(NotImplementedError, match="no derivative.*a2a"):
+    with pytest.raises(NotImplementedError, match=r"no derivative.*a2a"):
         loss(*partials(exchange, 2))
 
 
@@ -291,7 +291,8 @@ def test_a_rank_that_never_comes():
     out = np.asarray(skip(*inputs)).astype(np.float32)
     assert np.isnan(out[:absent]).all()
     assert (out[absent] == 0).all()
-    with pytest.raises(PeerTimeoutError, match=rf"rank \d waited longer than 0\.3 s for rank {absent} in call 1 \(row "):
+    with pytest.raises(PeerTimeoutError, match=rf"rank \d waited longer than 0\.3 s for rank {absent} in call 1 "
+                                                "\(row "):
         exchange.check()
     with pytest.raises(PeerTimeoutError):  # tracing
         merging(exchange)(*inputs)
@@ -407,7 +408,8 @@ def test_skew():
 
 
 def spec_of(**facts) -> ExchangeSpec:
-    return ExchangeSpec(**{"cp": 8, "heads": 128, "head_dim": 512, "dtype": np.dtype(jnp.bfloat16), "max_tokens": 32} | facts)
+    usual = {"cp": 8, "heads": 128, "head_dim": 512, "dtype": np.dtype(jnp.bfloat16), "max_tokens": 32}
+    return ExchangeSpec(**usual | facts)
 
 
 @pytest.mark.parametrize(("facts", "lse", "data"), [
@@ -477,7 +479,8 @@ def test_one_rank_that_cannot_allocate_fails_the_set_up(monkeypatch):
         create(config)
 
     monkeypatch.setattr(library, "create", failing)
-    with pytest.raises(BackendError, match=r"allocating the workspace failed in process 0: JaxcpError: out of memory.*a2a"):
+    with pytest.raises(BackendError, match=r"allocating the workspace failed in process 0: JaxcpError: out of "
+                                            "memory.*a2a"):
         exchange_of()
     with pytest.raises(JaxcpError, match="has no workspace"):
         library.launches(made[0])
@@ -520,7 +523,7 @@ def test_places_it_cannot_serve(platform, capability, slices, why):
 def test_a_name_with_a_blocker_is_an_error():
     with pytest.raises(BackendError, match="float32 is not bfloat16"):
         exchange_of(dtype="float32")
-    with pytest.raises(BackendError, match="flashinfer.*(CPU|platform|installed)"):
+    with pytest.raises(BackendError, match=r"flashinfer.*(platform|installed)"):
         exchange_of(backend="flashinfer", dtype="float32" if PLATFORM == "cuda" else "bfloat16")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
 from jaxcp import lse as lse_lib
@@ -126,9 +127,11 @@ def custom_call(
     token = jax.ShapeDtypeStruct((1,), jnp.uint32)
     call = jax.ffi.ffi_call(target, [results[0], token, *results[1:]], has_side_effect=True)
     attributes = {"exchange": np.int64(number), "site": np.int64(next(_sites)), "base": np.int64(BASES[base])}
+    # Barriers: XLA:GPU fuses a call with slices of its operands or results, after which jax 0.11's runs the call twice.
+    operands = lax.optimization_barrier(operands)
     first, token, *others = not_differentiable(target, call, attributes)(*operands, order.current())
     order.enter(token)
-    return first, *others
+    return lax.optimization_barrier((first, *others))
 
 
 def not_differentiable(target: str, call: Callable[..., Any], attributes: dict[str, Any]) -> Callable[..., Any]:

@@ -102,8 +102,8 @@ class Workspace:
         self._free = weakref.finalize(self, _free, library, self.configs, blocks=len(topology.processes) == 1)
         try:
             self._connect()
-        except BackendError:
-            self._free()
+        except BackendError:  # in every process, at the same step
+            self._give_back()
             raise
         _watcher.watch(self)
         self._log_ready(topology)
@@ -137,11 +137,16 @@ class Workspace:
         self._closed = True
         if alive or jax.process_count() == 1:
             self._together("waiting for the devices", self.library.synchronize)
-            self._together("unmapping peers", self.library.detach)
-            self._free.detach()
-            _free(self.library, self.configs, blocks=True)
+            self._give_back()
         else:
             self._free()
+
+    def _give_back(self) -> None:
+        """Collective: unmaps peers' blocks everywhere, then frees."""
+        self._free.detach()
+        _free(self.library, self.configs, blocks=False)
+        agree.allgather(None)
+        _free(self.library, self.configs, blocks=True)
 
     def describe(self) -> dict[str, Any]:
         """Bytes, capacity and transport."""
@@ -178,7 +183,7 @@ class Workspace:
         spec = self.spec
         timeout_ns = int(self.timeout_s * 1e9)
         return Config(
-            exchange=self.number, device=device.local_hardware_id, rank=rank, cp=spec.cp, heads=spec.heads,
+            exchange=self.number, device=_ordinal(device), rank=rank, cp=spec.cp, heads=spec.heads,
             head_dim=spec.head_dim, max_tokens=spec.max_tokens, dtype=_DTYPES[spec.dtype.name],
             across_processes=not topology.one_process, timeout_ns=timeout_ns,
             first_timeout_ns=timeout_ns * FIRST_CALL_FACTOR,
@@ -218,6 +223,11 @@ class Workspace:
             log.info("%s exchange ready: %s by %s, capacity %d rows (%d tokens x %d heads), %d x %.2f MiB",
                      self.name, topology, self.transport, self._rows, self.spec.max_tokens, self.spec.heads_per_rank,
                      len(topology.devices), self.bytes / 2**20)
+
+
+def _ordinal(device: Any) -> int:
+    """The number by which XLA names its device to a handler: a GPU's index in this process, a CPU device's global id."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def _free(library: Library, configs: list[Config], *, blocks: bool) -> None:

@@ -34,7 +34,7 @@ ffi::Future fused(int32_t device, ffi::RunId run_id, ffi::AnyBuffer o, ffi::Buff
   Registry& registry = Registry::instance();
   if (const auto why = registry.refusal(exchange, run_id.run_id)) return failed(ffi::Error::Internal(*why));
   const auto workspaces = registry.on_device(exchange, device);
-  if (workspaces.empty()) return failed(not_made(exchange));
+  if (workspaces.empty()) return failed(not_made(exchange, device));
   Workspace& workspace = *workspaces.front();
   ExchangeParams params = workspace.params(site);
   if (ffi::Error error = take_buffers(workspace.config, o, lse, out, more, base, params); error.failure()) {

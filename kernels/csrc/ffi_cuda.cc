@@ -17,7 +17,7 @@ ffi::Error fused(cudaStream_t stream, int32_t device, ffi::RunId run, ffi::AnyBu
   Registry& registry = Registry::instance();
   if (const auto why = registry.refusal(exchange, run.run_id)) return ffi::Error::Internal(*why);
   const auto workspaces = registry.on_device(exchange, device);
-  if (workspaces.empty()) return not_made(exchange);
+  if (workspaces.empty()) return not_made(exchange, device);
   Workspace& workspace = *workspaces.front();
   if (ffi::Error error = ordered(workspace, stream); error.failure()) return error;
   ExchangeParams params = workspace.params(site);

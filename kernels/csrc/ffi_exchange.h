@@ -16,9 +16,9 @@ namespace ffi = xla::ffi;
 
 inline ffi::Error invalid(const std::string& what) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jaxcp exchange: " + what); }
 
-inline ffi::Error not_made(int64_t exchange) {
+inline ffi::Error not_made(int64_t exchange, int32_t device) {
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                    "jaxcp exchange: exchange " + std::to_string(exchange) + " is closed, or was never made for this device");
+                    "jaxcp exchange: exchange " + std::to_string(exchange) + " is closed, or was never made for device " + std::to_string(device));
 }
 
 inline bool same_dtype(ffi::DataType got, Dtype expected) {

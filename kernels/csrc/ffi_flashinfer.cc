@@ -16,7 +16,7 @@ ffi::Error flashinfer(cudaStream_t stream, int32_t device, ffi::AnyBuffer o, ffi
                       ffi::Buffer<ffi::U32>, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U32>>,
                       int64_t exchange, int64_t, int64_t base) {
   const auto workspaces = Registry::instance().on_device(exchange, device);
-  if (workspaces.empty()) return not_made(exchange);
+  if (workspaces.empty()) return not_made(exchange, device);
   Workspace& workspace = *workspaces.front();
   if (ffi::Error error = ordered(workspace, stream); error.failure()) return error;
   const Config& config = workspace.config;

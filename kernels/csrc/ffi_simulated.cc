@@ -72,7 +72,7 @@ ffi::Error simulated(cudaStream_t stream, int32_t device, ffi::RunId run, ffi::A
     ++workspace->launches;
     calls.push_back(p);
   }
-  return calls.empty() ? not_made(exchange) : launch_all(calls, stream);
+  return calls.empty() ? not_made(exchange, device) : launch_all(calls, stream);
 }
 
 }  // namespace

@@ -1,0 +1,144 @@
+"""The fused exchange between processes of one host: set-up and tear-down together, and peers that die or stop.
+
+Two processes of two CPU devices each, through POSIX shared memory. (Two GPUs: benchmarks and tests of several GPUs.)
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxcp import launch
+
+TESTS = str(Path(__file__).parent)
+
+PROGRAM = f"""
+import itertools, os, signal, sys, time
+sys.path.insert(0, {TESTS!r})
+import jax, numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec as P
+import cases, jaxcp
+from jaxcp import LogBase, Partial, launch
+from jaxcp.topology import make_mesh
+
+def exchange_of(**changes):
+    facts = dict(max_tokens=4, heads=9, head_dim=64, backend="fused", timeout_s=1.0) | changes
+    return jaxcp.Exchange(make_mesh(4), "cp", **facts)
+
+def mapped(exchange):
+    step = lambda o, lse: exchange(Partial(o[0], lse[0], LogBase.TWO))[None]
+    return jax.jit(jax.shard_map(step, mesh=exchange.mesh, in_specs=P("cp"), out_specs=P("cp")))
+
+def partials(exchange, seed):
+    rng = np.random.default_rng(seed)
+    o = rng.standard_normal((4, 3, 9, exchange.head_dim), np.float32).astype(exchange.dtype)
+    lse = (4 * rng.standard_normal(o.shape[:-1])).astype(np.float32)
+    sharding = NamedSharding(exchange.mesh, P("cp"))
+    put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    return (o, lse), (put(o), put(lse))
+
+def assert_merged(exchange, got, o, lse):
+    want, _, scale = cases.oracle(o, lse, LogBase.TWO)
+    for shard in got.addressable_shards:
+        rank, h = shard.index[0].start, exchange.heads_per_rank
+        for i in range(h):
+            if (head := rank * h + i) < 9:
+                cases.check_o(np.asarray(shard.data)[0, :, i], want[:, head], scale[:, head])
+
+def error(action):
+    try:
+        action()
+    except Exception as failure:
+        return f"{{type(failure).__name__}}: {{failure}}"
+"""
+
+TOGETHER = PROGRAM + """
+with launch.joined() as index:
+    found = {}
+    one, two = exchange_of(), exchange_of(head_dim=128)
+    assert one.describe()["transport"] == "shared memory"
+    programs = {id(x): mapped(x) for x in (one, two)}
+    for seed in range(6):
+        exchange = (one, two)[seed % 2]
+        host, device = partials(exchange, seed)
+        assert_merged(exchange, programs[id(exchange)](*device), *host)
+        exchange.check()
+    found["names"] = sum(name.startswith(f"jaxcp-{os.getpid()}-") for name in os.listdir("/dev/shm"))
+    one.close()
+    two.reset()
+    host, device = partials(two, 7)
+    assert_merged(two, programs[id(two)](*device), *host)
+
+    found["disagree"] = error(lambda: exchange_of(max_tokens=4 + index))
+    library = two._engine.workspace.library
+    create = library.create
+    def failing(config):
+        if index == 1:
+            raise MemoryError("none left")
+        create(config)
+    library.create = failing
+    found["one failed"] = error(exchange_of)
+    library.create = create
+    after = exchange_of()  # numbers still agree
+    host, device = partials(after, 8)
+    assert_merged(after, mapped(after)(*device), *host)
+    found["mapped"] = Path("/proc/self/maps").read_text().count("/dev/shm/jaxcp-")
+    for exchange in (two, after):
+        exchange.close()
+    found["still mapped"] = Path("/proc/self/maps").read_text().count("/dev/shm/jaxcp-")
+    launch.report(found)
+""".replace("found = {}", "found = {}; from pathlib import Path", 1)
+
+
+def test_set_up_calls_and_tear_down():
+    outcomes = launch.run(["-c", TOGETHER], 2, devices=2, limit_s=180.0)
+    assert [outcome.failure for outcome in outcomes] == [None, None]
+    for outcome in outcomes:
+        found = outcome.summary
+        assert found["names"] == 0
+        assert "differ between processes: max_tokens is 4 in process 0 and 5 in process 1" in found["disagree"]
+        assert "allocating the workspace failed in process 1: MemoryError: none left" in found["one failed"]
+        assert found["mapped"] == 2 * (2 + 2 * 2)  # two exchanges: own blocks, and both peers' for each of two ranks
+        assert found["still mapped"] == 0
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("jaxcp-")]
+
+
+LOSING = PROGRAM + """
+with launch.joined() as index:
+    exchange = exchange_of()
+    merge, (host, device) = mapped(exchange), partials(exchange, 0)
+    assert_merged(exchange, merge(*device), *host)
+    pids = multihost_utils.process_allgather(np.array(os.getpid())).ravel()
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGNAL)
+    start = time.monotonic()
+    out = merge(*device)
+    nan = all(np.isnan(np.asarray(shard.data).astype(np.float32)).all() for shard in out.addressable_shards)
+    waited = time.monotonic() - start
+    first = error(exchange.check)
+    start = time.monotonic()
+    again = error(lambda: merge(*device).block_until_ready())
+    fast = time.monotonic() - start
+    exchange.close()
+    launch.report({"nan": nan, "waited": waited, "first": first, "again": again, "fast": fast})
+    if "SIGNAL" == "SIGSTOP":
+        os.kill(int(pids[1]), signal.SIGKILL)
+    raise SystemExit(7)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+def test_losing_a_peer(signal):
+    outcomes = launch.run(["-c", LOSING.replace("SIGNAL", signal)], 2, devices=2, limit_s=120.0)
+    survivor = outcomes[0]
+    assert survivor.exit_code == 7, survivor.output
+    assert outcomes[1].exit_code == -9
+    found = survivor.summary
+    assert found["nan"]
+    assert 1.0 <= found["waited"] < 4.0
+    assert "PeerTimeoutError" in found["first"]
+    assert any(f"for rank {rank} in call 1" in found["first"] for rank in (2, 3))
+    assert "PeerTimeoutError" in found["again"]
+    assert found["fast"] < 1.0
