@@ -77,8 +77,9 @@ def batch(groups, cp, tokens, heads=9, dim=64, seed=0):
     return o, (4 * rng.standard_normal(o.shape[:-1])).astype(np.float32)
 
 
-@pytest.mark.parametrize("backend", COLLECTIVE)
-@pytest.mark.parametrize("manual", ["all axes manual", "cp manual"])
+@pytest.mark.parametrize(("backend", "manual"), [
+    ("a2a", "all axes manual"), ("a2a", "cp manual"), ("ag_rs", "cp manual"), ("allgather", "all axes manual"),
+])  # fmt: skip
 @pytest.mark.parametrize("axes", [
     {"data": 2, "cp": 4}, {"cp": 4, "data": 2}, {"data": 2, "cp": 2, "tp": 2}, {"cp": 3, "data": 2},
 ], ids=lambda axes: "x".join(axes))  # fmt: skip
@@ -102,14 +103,13 @@ def test_groups_of_a_larger_mesh_stay_apart(axes, manual, backend):
                 cases.check_o(merged[group, rank, :, head], want[:, rank * h + head], scale[:, rank * h + head])
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("backend", COLLECTIVE)
-def test_both_settings_of_check_vma(backend, check_vma):
+def test_without_check_vma(backend):
     case = cases.Case(4, 9, 64, 3)
     exchange = exchange_on(make_mesh(4), backend=backend, dtype="bfloat16")
     step = lambda o, lse: exchange(Partial(o[0], lse[0], case.base))[None]  # noqa: E731
-    got = jax.jit(jax.shard_map(step, mesh=exchange.mesh, in_specs=P("cp"), out_specs=P("cp"), check_vma=check_vma))(
-        *case.inputs())
+    mapped = jax.shard_map(step, mesh=exchange.mesh, in_specs=P("cp"), out_specs=P("cp"), check_vma=False)
+    got = jax.jit(mapped)(*case.inputs())
     want, _, scale = case.expected()
     cases.check_o(np.asarray(got), want, scale)
 
