@@ -8,7 +8,7 @@
 namespace jaxcp {
 namespace {
 
-using Kernel = void (*)(ExchangeParams);
+using Kernel = void (*)(Plan, ExchangeParams);
 
 Kernel choose(Dtype dtype, int cp, int dim) {
   return device::with_variant(dtype, cp, dim, [](auto variant) -> Kernel {
@@ -21,7 +21,7 @@ Kernel choose(Dtype dtype, int cp, int dim) {
 cudaError_t load_exchange() {
   for (const Dtype dtype : {Dtype::bfloat16, Dtype::float16}) {
     for (const int cp : {2, 4, 8, kMaxRanks}) {
-      for (const int dim : {256, 512}) {
+      for (const int dim : {256, 512, 1024}) {
         cudaFuncAttributes attributes;
         if (cudaError_t e = cudaFuncGetAttributes(&attributes, choose(dtype, cp, dim)); e != cudaSuccess) return e;
       }
@@ -35,14 +35,13 @@ cudaError_t resident_blocks(const ExchangeParams& params, int* blocks) {
   int device = 0, multiprocessors = 0, each = 0;
   if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
   if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, device::kThreads, 0); e != cudaSuccess) return e;
+  if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, 0); e != cudaSuccess) return e;
   *blocks = each * multiprocessors;
   return cudaSuccess;
 }
 
 int useful_blocks(const ExchangeParams& params) {
-  const uint32_t rows_per_item = device::kThreads / device::lanes_per_row(params.dim);
-  return static_cast<int>(Schedule::of(params.rows(), rows_per_item, params.cp - 1, 0).items());
+  return static_cast<int>(Plan::of(params, 0).schedule.items());
 }
 
 cudaError_t launch_exchange(const ExchangeParams& params, cudaStream_t stream) {
@@ -50,7 +49,7 @@ cudaError_t launch_exchange(const ExchangeParams& params, cudaStream_t stream) {
   if (cudaError_t e = resident_blocks(params, &blocks); e != cudaSuccess) return e;
   if (params.grid_cap > 0) blocks = std::min(blocks, params.grid_cap);
   blocks = std::min(blocks, useful_blocks(params));
-  choose(params.dtype, params.cp, params.dim)<<<blocks, device::kThreads, 0, stream>>>(params);
+  choose(params.dtype, params.cp, params.dim)<<<blocks, kThreads, 0, stream>>>(Plan::of(params, blocks), params);
   return cudaGetLastError();
 }
 

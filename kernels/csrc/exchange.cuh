@@ -1,8 +1,7 @@
 // The exchange as one kernel: sends this rank's partials to the ranks that keep their heads, merges what it keeps.
 //
 // The protocol and its correctness are protocol.h's. Here: how work maps to threads.
-// A group of lanes, the power of two next to a row's 16-byte units and at most a warp, owns one row: of the send list, or of
-// the receive list. A lane keeps kUnits units of every source in flight, so a receive costs one memory latency after
+// A group of lanes owns one row of the send list or of the receive list (plan.h). A lane keeps kUnits units of every source in flight, so a receive costs one memory latency after
 // the last word arrived. Nothing passes between warps but the block's next item.
 #pragma once
 
@@ -10,12 +9,10 @@
 #include <cuda_fp16.h>
 
 #include "access.cuh"
-#include "protocol.h"
-#include "schedule.h"
+#include "plan.h"
 
 namespace jaxcp::device {
 
-constexpr int kThreads = 128;
 constexpr unsigned kWarp = 0xFFFFFFFFu;
 constexpr int kPollsPerCheck = 64;  // about 25 us between looks at the clock
 
@@ -42,326 +39,369 @@ __device__ __forceinline__ uint4 outgoing(uint4 v) {
   return {jaxcp::outgoing(v.x), jaxcp::outgoing(v.y), jaxcp::outgoing(v.z), jaxcp::outgoing(v.w)};
 }
 __device__ __forceinline__ uint4 splat(uint32_t w) { return {w, w, w, w}; }
+// Weights need no subnormals; rounding to nearest is not needed either.
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ __forceinline__ float sanitized(float lse) { return lse < INFINITY ? lse : -INFINITY; }
 
-// Lanes that own a row: the power of two next to its units, at most a warp.
-__host__ __device__ constexpr int lanes_per_row(int dim) {
-  int lanes = 1;
-  while (lanes < 32 && lanes < dim / 8) lanes *= 2;
-  return lanes;
-}
-
-// What a block knows of the running call once its first ticket is there.
 struct Call {
   uint32_t number;
-  uint32_t next;  // item after the current one
   bool dead;
 };
 
-// Hides where a pointer comes from, so that addresses derived from it are computed where they are used: hoisted out of the
-// polling loop they would take two registers each, and with them half of the resident blocks.
+// Hide where a value comes from, so that what is derived from it is computed where it is used. Addresses hoisted out of
+// the polling loop would take two registers each, and with them half of the resident blocks; a test hoisted to a load would
+// wait for it there.
 template <class T>
 __device__ __forceinline__ T* fresh(T* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;
 }
+__device__ __forceinline__ uint32_t fresh(uint32_t word) {
+  asm volatile("" : "+r"(word));
+  return word;
+}
 
-// kPeers: peers in flight. kMany: there are more, in batches. kUnits: units of a row in flight per lane and source.
-template <class Float, int kPeers, bool kMany, int kUnits>
+// kSources: ranks whose rows are in flight. kUnits: units in flight per lane and source. kGeneral: more ranks or longer rows
+// than that, in batches of ranks and chunks of rows; otherwise all loops over them are gone at compile time.
+template <class Float, int kSources, int kUnits, bool kGeneral>
 class Exchange {
  public:
-  // Blocks per multiprocessor to leave registers for: 4 are taken per peer and unit in flight.
-  static constexpr int kBlocks = kMany ? 4 : kPeers * kUnits == 1 ? 8 : kPeers * kUnits <= 3 ? 6 : kPeers * kUnits <= 7 ? 5 : 4;
+  // Blocks per multiprocessor to leave registers for: 4 are taken per source and unit in flight.
+  static constexpr int kBlocks = kGeneral ? 4 : kSources * kUnits <= 2 ? 8 : kSources * kUnits <= 4 ? 6 : kSources * kUnits <= 8 ? 5 : 4;
 
-  __device__ explicit Exchange(const ExchangeParams& params)
-      : p(params),
-        layout(params.layout()),
-        units(params.dim / 8),
-        group(lanes_per_row(params.dim)),
-        lane(threadIdx.x & (group - 1)),
+  __device__ Exchange(const Plan& plan, const ExchangeParams& params)
+      : plan(plan),
+        p(params),
+        lane(threadIdx.x & (lanes() - 1)),
         control(reinterpret_cast<Control*>(params.workspaces[params.rank])),
-        log2_base(params.base == Base::two ? 1.f : 1.4426950408889634f) {}
+        log2_base(params.base == Base::two ? 1.f : 1.4426950408889634f),
+        log_base_of_two(params.base == Base::two ? 1.f : 0.6931471805599453f) {}
 
   __device__ void run() {
-    const uint32_t rows_per_item = kThreads / group;
-    const Schedule schedule = Schedule::of(p.rows(), rows_per_item, p.cp - 1, gridDim.x);
+    const Opening opening = open();
+    Call call;
     uint32_t item = blockIdx.x;
-    for (int turn = 0; item < schedule.items(); turn ^= 1) {
-      const Draw draw = drawn();
-      const Item work = schedule[item];
-      const uint32_t q = work.index * rows_per_item + threadIdx.x / group;
+    for (int turn = 0; item < plan.schedule.items(); ++turn) {
+      const Item work = plan.schedule[item];
+      const uint32_t q = (work.index * kThreads + threadIdx.x) >> group_shift();
+      uint32_t ticket;
       if (work.receive) {
-        Incoming row(*this, q);  // loads are on their way while the ticket is
-        const Call call = begin(draw, schedule, turn);
+        Incoming row(*this, q);
+        if (turn == 0) call = begin(opening);  // the row's loads are on their way
+        ticket = draw();
         row.receive(*this, call);
-        item = call.next;
       } else {
         Outgoing row(*this, q);
-        const Call call = begin(draw, schedule, turn);
+        if (turn == 0) call = begin(opening);
+        ticket = draw();
         if (!call.dead) row.send(*this, call.number);
-        item = call.next;
       }
+      item = next(call, ticket, turn);
     }
   }
 
  private:
+  const Plan& plan;
   const ExchangeParams& p;
-  const Layout layout;
-  const int units;  // of 16 bytes per row
-  const int group;  // lanes per row
-  const int lane;   // in the group
+  const uint32_t lane;  // in the group
   Control* const control;
-  const float log2_base;
+  const float log2_base, log_base_of_two;
 
-  // Thread 0 draws a ticket; both accesses are in flight until begin() uses them.
-  struct Draw {
+  // Thread 0 reads the call number. The ticket that it draws next is in the same word, so coherence alone keeps the
+  // read from returning the number that the last ticket leaves behind.
+  struct Opening {
     uint64_t word;
     uint32_t dead;
   };
-  __device__ Draw drawn() const {
+  __device__ Opening open() const {
     if (threadIdx.x != 0) return {};
-    const uint64_t word = add_device(&control->call_and_tickets, 1);
-    return {word, load_device_word(&control->dead)};
+    return {load_device_long(&control->call_and_tickets), load_device_word(&control->dead)};
+  }
+  __device__ Call begin(const Opening& opening) const {
+    __shared__ Call call;
+    if (threadIdx.x == 0) call = {call_of(opening.word), fresh(opening.dead) != 0};
+    __syncthreads();
+    return call;
+  }
+  // Thread 0 draws a ticket; it is on its way until next() uses it.
+  __device__ uint32_t draw() const { return threadIdx.x == 0 ? ticket_of(add_device(&control->call_and_tickets, 1)) : 0; }
+
+  // The block's next item. The last ticket of a call ends the call for this device.
+  __device__ uint32_t next(const Call& call, uint32_t ticket, int turn) const {
+    __shared__ uint32_t items[2];  // alternating, so that one barrier is enough
+    const bool more = plan.schedule.items() > gridDim.x;
+    if (threadIdx.x == 0) {
+      if (ticket == plan.schedule.items() - 1) store_system_long(&control->call_and_tickets, first_of_call(call.number + 1));
+      items[turn & 1] = gridDim.x + ticket;
+    }
+    if (more) __syncthreads();
+    return more ? items[turn & 1] : plan.schedule.items();
   }
 
-  // Gives the block its call number and next item. The last ticket of a call ends the call for this device.
-  __device__ Call begin(const Draw& draw, const Schedule& schedule, int turn) const {
-    __shared__ Call calls[2];  // alternating, so that one barrier per item is enough
-    if (threadIdx.x == 0) {
-      const uint32_t call = call_of(draw.word), ticket = ticket_of(draw.word);
-      if (ticket == schedule.items() - 1) store_system_long(&control->call_and_tickets, first_of_call(call + 1));
-      calls[turn] = {call, gridDim.x + ticket, draw.dead != 0};
-    }
-    __syncthreads();
-    return calls[turn];
-  }
+  // Number of rank s among this rank's peers.
+  __device__ uint32_t peer(uint32_t s) const { return s - (s > plan.rank); }
 
   // One row of this rank's input, as the rank that keeps its head numbers rows.
   struct Input {
     const char* data = nullptr;  // null: no such head
-    float lse = -INFINITY;
-    uint4 v[kUnits];
+    float lse = -INFINITY;       // as it was found: to sanitise it here would be to wait for it here
 
     __device__ Input() {}
-    __device__ Input(const Exchange& x, int owner, int row) {
-      const int token = row / x.p.heads_per_rank, head = x.p.head(owner, row);
-      if (head >= x.p.heads) return;
-      data = static_cast<const char*>(x.p.o) + 2 * (token * x.p.o_token_stride + head * x.p.o_head_stride);
-      lse = sanitized(__ldg(x.p.lse + token * x.p.lse_token_stride + head * x.p.lse_head_stride));
-      load(x, 0);
+    __device__ Input(const Exchange& x, uint32_t owner, uint32_t row) {
+      const uint32_t token = x.plan.by_heads.quotient(row), head = row + (owner - token) * x.plan.by_heads.divisor;
+      if (head >= x.plan.heads) return;
+      data = static_cast<const char*>(x.p.o) + kUnitBytes * (uint64_t{x.plan.o_token} * token + uint64_t{x.plan.o_head} * head);
+      lse = __ldg(x.p.lse + (uint64_t{x.plan.lse_token} * token + uint64_t{x.plan.lse_head} * head));
     }
-    __device__ void load(const Exchange& x, int begin) {
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) v[u] = load_input(data + x.offset(begin, u));
-    }
+    __device__ const char* unit(const Exchange& x, uint32_t begin, int u) const { return data + x.offset(begin, u); }
   };
 
-  // Byte offset in a row of this lane's u-th unit of the chunk that begins at unit `begin`. Past the row's end the last
-  // unit is loaded again; nothing is stored there.
-  __device__ uint32_t offset(int begin, int u) const { return min(begin + u * group + lane, units - 1) * kUnitBytes; }
-  __device__ bool inside(int begin, int u) const { return begin + u * group + lane < units; }
+  // Lanes that own a row. More than one unit per lane: a whole warp.
+  __device__ uint32_t group_shift() const { return kUnits > 1 ? 5 : plan.group_shift; }
+  __device__ uint32_t lanes() const { return 1u << group_shift(); }
+  __device__ uint32_t chunk() const { return kUnits << group_shift(); }
+
+  // This lane's u-th unit of the chunk that begins at unit `begin`: whether it lies in the row, and its byte offset. Past the
+  // row's end the last unit is loaded again, but neither stored nor waited for: its owner may have blanked it already.
+  __device__ bool inside(uint32_t begin, int u) const {
+    return (!kGeneral && u < kUnits - 1) || begin + (u << group_shift()) + lane < plan.units;
+  }
+  __device__ uint32_t offset(uint32_t begin, int u) const {
+    const uint32_t unit = begin + (u << group_shift()) + lane;
+    return (!kGeneral && u < kUnits - 1 ? unit : min(unit, plan.units - 1)) * kUnitBytes;
+  }
+
+  // Bytes from the start of a workspace to what peer number `index` of its owner sends in a call.
+  __device__ uint64_t data_at(uint32_t call, uint32_t index, uint32_t row) const {
+    return plan.data_begin + (call & 1) * plan.data_slot + uint64_t{plan.data_step} * index + uint64_t{plan.row_bytes} * row;
+  }
+  __device__ uint64_t lse_at(uint32_t call, uint32_t index, uint32_t row) const {
+    return sizeof(Control) + (call & 1) * plan.lse_slot + uint64_t{plan.lse_step} * index + row * sizeof(float);
+  }
 
   // A row of the send list.
   struct Outgoing {
-    int owner = -1, row = 0;  // owner -1: past the end of the list
+    uint32_t owner, row;
     Input input;
+    bool exists;
+    uint4 v[kUnits];
 
     __device__ Outgoing(const Exchange& x, uint32_t q) {
-      const uint32_t peers = x.p.cp - 1;
-      if (q >= peers * x.p.rows()) return;
-      row = q / peers;
-      owner = x.p.rank + 1 + q % peers;
-      if (owner >= x.p.cp) owner -= x.p.cp;
+      const uint32_t peers = x.plan.by_peers.divisor;
+      row = x.plan.by_peers.quotient(q);
+      exists = row < x.plan.rows;
+      if (!exists) return;
+      owner = x.plan.rank + 1 + q - row * peers;
+      if (owner > peers) owner -= peers + 1;
       input = Input(x, owner, row);
+      if (input.data) load(x, 0);
+    }
+    __device__ void load(const Exchange& x, uint32_t begin) {
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) v[u] = load_input(input.data + x.offset(begin, u));
+    }
+    __device__ void store(const Exchange& x, uint8_t* to, uint32_t begin) const {
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        if (x.inside(begin, u)) store_system(to + x.offset(begin, u), outgoing(v[u]));
+      }
     }
 
     __device__ void send(const Exchange& x, uint32_t call) {
-      if (owner < 0) return;
+      if (!exists) return;
       uint8_t* const workspace = x.p.workspaces[owner];
-      if (x.lane == 0) store_system_word(workspace + x.layout.lse(call, x.p.rank, owner, row), __float_as_uint(input.lse));
-      if (!input.data) return;
-      uint8_t* const data = workspace + x.layout.data(call, x.p.rank, owner, row);
-      for (int begin = 0; begin < x.units; begin += kUnits * x.group) {
-        if (begin > 0) input.load(x, begin);
-#pragma unroll
-        for (int u = 0; u < kUnits; ++u) {
-          if (x.inside(begin, u)) store_system(data + x.offset(begin, u), outgoing(input.v[u]));
+      const uint32_t index = x.plan.rank - (x.plan.rank > owner);  // among the owner's peers
+      if (input.data) {
+        uint8_t* const to = workspace + x.data_at(call, index, row);
+        store(x, to, 0);
+        for (uint32_t begin = x.chunk(); kGeneral && begin < x.plan.units; begin += x.chunk()) {
+          load(x, begin);
+          store(x, to, begin);
         }
       }
+      if (x.lane == 0) store_system_word(workspace + x.lse_at(call, index, row), __float_as_uint(sanitized(input.lse)));
     }
   };
 
-  // A row that this rank keeps. Peers are numbered 0 .. c - 2 in rank order; self stands before peer number `rank`.
+  // A row that this rank keeps. Source s of the batch in flight is rank first + s, self among them.
   struct Incoming {
-    int row;  // -1: past the end of the list
+    uint32_t row;
+    bool exists;
     Input self;
     uint32_t call = 0;
-    char *data, *lse;                  // of peer 0
-    uint32_t data_step, lse_step;      // to the next peer
-    float shift = 0, sum = 0;          // over all sources: max of LSEs, sum of base^(LSE - max)
-    float peer_lse[kPeers];            // of the batch in flight
-    uint4 v[kPeers][kUnits];
+    char *data, *lse;           // where the first peer's row lies in the workspace
+    float shift = 0, sum = 0;   // over all sources: max of LSEs, sum of base^(LSE - max)
+    float l[kSources];
+    uint4 v[kSources][kUnits];
 
-    __device__ Incoming(const Exchange& x, uint32_t q) : row(static_cast<int>(q) < x.p.rows() ? static_cast<int>(q) : -1) {
-      if (row >= 0) self = Input(x, x.p.rank, row);
+    __device__ Incoming(const Exchange& x, uint32_t q) : row(q), exists(q < x.plan.rows) {
+      if (!exists) return;
+      self = Input(x, x.plan.rank, row);
+      if (self.data) load_self(x, 0, 0);
+    }
+    __device__ void load_self(const Exchange& x, uint32_t first, uint32_t begin) {
+#pragma unroll
+      for (int s = 0; s < kSources; ++s) {
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) load_input_if(first + s == x.plan.rank, v[s][u], self.data + x.offset(begin, u));
+      }
     }
 
     __device__ void receive(const Exchange& x, const Call& running) {
-      const int first = x.p.rank == 0 ? 1 : 0;  // the rank that is peer 0
       char* const workspace = reinterpret_cast<char*>(x.control);
       call = running.number;
-      data = workspace + x.layout.data(call, first, x.p.rank, max(row, 0));
-      lse = workspace + x.layout.lse(call, first, x.p.rank, max(row, 0));
-      data_step = x.p.capacity * x.layout.row_bytes;
-      lse_step = x.p.capacity * sizeof(float);
-      const bool merged = row < 0 || (!running.dead && (self.data ? merge(x) : none(x)));
+      data = workspace + x.data_at(call, 0, row);
+      lse = workspace + x.lse_at(call, 0, row);
+      self.lse = sanitized(self.lse);
+      const bool merged = !exists || (!running.dead && (self.data ? merge(x) : none(x)));
       if (!__all_sync(kWarp, merged)) {  // the lanes of a row agree, so that no row is half filled
-        if (row >= 0) fill(x, 0x7FFF7FFFu, NAN);
-      } else if (row >= 0) {
-        for (int i = x.lane; i < x.p.cp - 1; i += x.group) store_system_word(lse + uint64_t{lse_step} * i, kBlank);
+        if (exists) fill(x, 0x7FFF7FFFu, NAN);
+      } else if (exists) {
+#pragma unroll 1
+        for (uint32_t i = x.lane; i < x.plan.by_peers.divisor; i += x.lanes()) {
+          store_system_word(lse + uint64_t{x.plan.lse_step} * i, kBlank);
+        }
       }
     }
 
     __device__ bool merge(const Exchange& x) {
-      if (kMany && !norm_of_many(x)) return false;
-      for (int begin = 0; begin < x.units; begin += kUnits * x.group) {
-        if (begin > 0) self.load(x, begin);
+      if (kGeneral && !norm_of_all(x)) return false;
+      for (uint32_t begin = 0; begin == 0 || (kGeneral && begin < x.plan.units); begin += x.chunk()) {
         float acc[kUnits][8] = {};
-        for (int first = 0; first < x.p.cp; first += kPeers) {  // up to cp: self may stand behind all peers
+        for (uint32_t first = 0; first == 0 || (kGeneral && first <= x.plan.by_peers.divisor); first += kSources) {
+          if (begin > 0 || first > 0) load_self(x, first, begin);
           if (!poll<true>(x, first, begin)) return false;
-          if (!kMany) norm(x);
-          accumulate(x, acc, first);
+          if (!kGeneral) norm(x);
+          accumulate(x, acc);
           blank(x, first, begin);
-          if (!kMany) break;
         }
         write(x, acc, begin);
       }
-      if (x.p.out_lse && x.lane == 0) x.p.out_lse[row] = sum > 0 ? shift + log2f(sum) / x.log2_base : -INFINITY;
+      if (x.p.out_lse && x.lane == 0) x.p.out_lse[row] = sum > 0 ? shift + __log2f(sum) * x.log_base_of_two : -INFINITY;
       return true;
     }
 
     // A row without a head: all LSEs must come, because the reuse of slots hangs on that; there is no data.
     __device__ bool none(const Exchange& x) {
-      for (int first = 0; first < x.p.cp - 1; first += kPeers) {
+      for (uint32_t first = 0; first == 0 || (kGeneral && first <= x.plan.by_peers.divisor); first += kSources) {
         if (!poll<false>(x, first, 0)) return false;
       }
       fill(x, 0, -INFINITY);
       return true;
     }
 
-    // Waits until no word of peers first .. first + kPeers - 1 is blank. False: the wait expired, or the rank is dead.
+    // Waits until no word of the batch is blank. False: the wait expired, or the rank is dead.
     template <bool kData>
-    __device__ bool poll(const Exchange& x, int first, int begin) {
-      const int peers = x.p.cp - 1 - first;
-      uint32_t pending = peers >= kPeers ? (1u << kPeers) - 1 : (1u << max(peers, 0)) - 1;
+    __device__ bool poll(const Exchange& x, uint32_t first, uint32_t begin) {
+      uint32_t pending = 0;  // bit s: source s
 #pragma unroll
-      for (int i = 0; i < kPeers; ++i) peer_lse[i] = -INFINITY;
+      for (int s = 0; s < kSources; ++s) {
+        l[s] = first + s == x.plan.rank ? self.lse : -INFINITY;
+        if (first + s <= x.plan.by_peers.divisor && first + s != x.plan.rank) pending |= 1u << s;
+      }
       uint64_t since = 0;
       for (int polls = 1; pending != 0; ++polls) {
-        const char* const data_now = fresh(data) + uint64_t{data_step} * first;
-        const char* const lse_now = fresh(lse) + uint64_t{lse_step} * first;
+        const char *const data_now = fresh(data), *const lse_now = fresh(lse);
 #pragma unroll
-        for (int i = 0; i < kPeers; ++i) {
-          if (!(pending >> i & 1)) continue;
-          peer_lse[i] = __uint_as_float(load_system_word(lse_now + uint64_t{lse_step} * i));
+        for (int s = 0; s < kSources; ++s) {
+          if (!(pending >> s & 1)) continue;
 #pragma unroll
-          for (int u = 0; kData && u < kUnits; ++u) v[i][u] = load_system(data_now + uint64_t{data_step} * i + x.offset(begin, u));
+          for (int u = 0; kData && u < kUnits; ++u) {
+            v[s][u] = load_system(data_now + uint64_t{x.plan.data_step} * x.peer(first + s) + x.offset(begin, u));
+          }
+          l[s] = __uint_as_float(load_system_word(lse_now + uint64_t{x.plan.lse_step} * x.peer(first + s)));
         }
 #pragma unroll
-        for (int i = 0; i < kPeers; ++i) {
-          bool wait = __float_as_uint(peer_lse[i]) == kBlank;
+        for (int s = 0; s < kSources; ++s) {
+          bool wait = __float_as_uint(l[s]) == kBlank;
 #pragma unroll
-          for (int u = 0; kData && u < kUnits; ++u) wait |= any_blank(v[i][u]);
-          if (!wait) pending &= ~(1u << i);
+          for (int u = 0; kData && u < kUnits; ++u) wait |= x.inside(begin, u) && any_blank(v[s][u]);
+          if (!wait) pending &= ~(1u << s);
         }
         if (polls % kPollsPerCheck == 0 && pending != 0 && expired(x, since, first + __ffs(pending) - 1)) return false;
       }
       return true;
     }
 
-    // Whether to stop waiting for peer `i`: time is up, or another wait of this rank has found that it is.
-    __device__ bool expired(const Exchange& x, uint64_t& since, int i) const {
+    // Whether to stop waiting for `peer`: time is up, or another wait of this rank has found that it is.
+    __device__ bool expired(const Exchange& x, uint64_t& since, uint32_t peer) const {
       const uint64_t now = nanoseconds();
       if (since == 0) since = now;
       if (load_device_word(&x.control->dead) != 0) return true;
       if (now - since < x.p.timeout_ns) return false;
-      const Expiry expiry{true, i + (i >= x.p.rank ? 1 : 0), row, call};
-      if (swap_device(&x.control->dead, 1) == 0) store_system_long(x.p.status, expiry.packed());
+      if (swap_device(&x.control->dead, 1) == 0) store_system_long(x.p.status, Expiry{true, static_cast<int>(peer), static_cast<int>(row), call}.packed());
       return true;
     }
 
-    __device__ float power(const Exchange& x, float lse) const { return exp2f((lse - shift) * x.log2_base); }
-
-    __device__ float highest(float m) const {
+    __device__ float power(const Exchange& x, float of_lse) const { return power_of_two((of_lse - shift) * x.log2_base); }
+    __device__ void raise_shift() {
 #pragma unroll
-      for (int i = 0; i < kPeers; ++i) m = fmaxf(m, peer_lse[i]);
-      return m;
+      for (int s = 0; s < kSources; ++s) shift = fmaxf(shift, l[s]);
     }
-    // Adds the batch's powers to `sum`, self at its place.
-    __device__ void add(const Exchange& x, int first) {
+    __device__ void add_powers(const Exchange& x) {
 #pragma unroll
-      for (int i = 0; i < kPeers + !kMany; ++i) {
-        if (first + i == x.p.rank) sum += power(x, self.lse);
-        if (i < kPeers) sum += power(x, peer_lse[i]);
-      }
+      for (int s = 0; s < kSources; ++s) sum += power(x, l[s]);
     }
     __device__ void norm(const Exchange& x) {
-      shift = highest(self.lse);
+      shift = -INFINITY;
+      raise_shift();
       if (shift == -INFINITY) shift = 0;
       sum = 0;
-      add(x, 0);
+      add_powers(x);
     }
-    __device__ bool norm_of_many(const Exchange& x) {
-      shift = self.lse;
-      for (int first = 0; first < x.p.cp; first += kPeers) {
+    __device__ bool norm_of_all(const Exchange& x) {
+      shift = -INFINITY;
+      for (uint32_t first = 0; first <= x.plan.by_peers.divisor; first += kSources) {
         if (!poll<false>(x, first, 0)) return false;
-        shift = highest(shift);
+        raise_shift();
       }
       if (shift == -INFINITY) shift = 0;
-      for (int first = 0; first < x.p.cp; first += kPeers) {
+      for (uint32_t first = 0; first <= x.plan.by_peers.divisor; first += kSources) {
         poll<false>(x, first, 0);  // all have come
-        add(x, first);
+        add_powers(x);
       }
       return true;
     }
 
-    __device__ void accumulate(const Exchange& x, float (&acc)[kUnits][8], int first) const {
-      const float inverse = sum > 0 ? 1 / sum : 0.f;
+    __device__ void accumulate(const Exchange& x, float (&acc)[kUnits][8]) const {
+      const float inverse = sum > 0 ? __fdividef(1, sum) : 0.f;
 #pragma unroll
-      for (int i = 0; i < kPeers + !kMany; ++i) {
-        if (first + i == x.p.rank) add_weighted(acc, self.v, power(x, self.lse) * inverse);
-        if (i < kPeers) add_weighted(acc, v[i], power(x, peer_lse[i]) * inverse);
-      }
-    }
-    __device__ static void add_weighted(float (&acc)[kUnits][8], const uint4 (&v)[kUnits], float weight) {
-      if (!(weight > 0)) return;
+      for (int s = 0; s < kSources; ++s) {
+        const float weight = power(x, l[s]) * inverse;
+        if (!(weight > 0)) continue;  // select: an empty shard may hold anything
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        const uint32_t words[4] = {v[u].x, v[u].y, v[u].z, v[u].w};
+        for (int u = 0; u < kUnits; ++u) {
+          const uint32_t words[4] = {v[s][u].x, v[s][u].y, v[s][u].z, v[s][u].w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 pair = Float::unpack(words[i]);
-          acc[u][2 * i] = fmaf(weight, pair.x, acc[u][2 * i]);
-          acc[u][2 * i + 1] = fmaf(weight, pair.y, acc[u][2 * i + 1]);
+          for (int i = 0; i < 4; ++i) {
+            const float2 pair = Float::unpack(words[i]);
+            acc[u][2 * i] = fmaf(weight, pair.x, acc[u][2 * i]);
+            acc[u][2 * i + 1] = fmaf(weight, pair.y, acc[u][2 * i + 1]);
+          }
         }
       }
     }
 
     // Blanks this lane's units of the batch: the same thread read them.
-    __device__ void blank(const Exchange& x, int first, int begin) const {
-      char* const data_now = fresh(data) + uint64_t{data_step} * first;
+    __device__ void blank(const Exchange& x, uint32_t first, uint32_t begin) const {
+      char* const data_now = fresh(data);
 #pragma unroll
-      for (int i = 0; i < kPeers; ++i) {
-        if (first + i >= x.p.cp - 1) continue;
+      for (int s = 0; s < kSources; ++s) {
+        if (first + s > x.plan.by_peers.divisor || first + s == x.plan.rank) continue;
+        char* const at = data_now + uint64_t{x.plan.data_step} * x.peer(first + s);
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
-          if (x.inside(begin, u)) store_system(data_now + uint64_t{data_step} * i + x.offset(begin, u), splat(kBlank));
+          if (x.inside(begin, u)) store_system(at + x.offset(begin, u), splat(kBlank));
         }
       }
     }
 
-    __device__ char* output(const Exchange& x) const { return static_cast<char*>(x.p.out) + int64_t{row} * x.layout.row_bytes; }
-    __device__ void write(const Exchange& x, const float (&acc)[kUnits][8], int begin) const {
+    __device__ char* output(const Exchange& x) const { return static_cast<char*>(x.p.out) + uint64_t{x.plan.row_bytes} * row; }
+    __device__ void write(const Exchange& x, const float (&acc)[kUnits][8], uint32_t begin) const {
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         const float* a = acc[u];
@@ -370,7 +410,8 @@ class Exchange {
       }
     }
     __device__ void fill(const Exchange& x, uint32_t word, float merged_lse) const {
-      for (int unit = x.lane; unit < x.units; unit += x.group) {
+#pragma unroll 1  // rare: not worth the instructions
+      for (uint32_t unit = x.lane; unit < x.plan.units; unit += x.lanes()) {
         *reinterpret_cast<uint4*>(output(x) + unit * kUnitBytes) = splat(word);
       }
       if (x.p.out_lse && x.lane == 0) x.p.out_lse[row] = merged_lse;
@@ -379,8 +420,8 @@ class Exchange {
 };
 
 template <class Variant>
-__global__ void __launch_bounds__(kThreads, Variant::kBlocks) exchange_kernel(const __grid_constant__ ExchangeParams params) {
-  Variant(params).run();
+__global__ void __launch_bounds__(kThreads, Variant::kBlocks) exchange_kernel(const __grid_constant__ Plan plan, const __grid_constant__ ExchangeParams params) {
+  Variant(plan, params).run();
 }
 
 template <class T>
@@ -389,16 +430,16 @@ struct Type {
 };
 
 // Calls visit(Type<Exchange<...>>) with the variant for a group of cp ranks and rows of dim elements. What is in flight
-// follows cp and dim: registers that a call does not use cost occupancy. Groups beyond 8 are correct, not tuned.
+// follows cp and dim: registers that a call does not use cost occupancy.
 template <class Visit>
 auto with_variant(Dtype dtype, int cp, int dim, Visit visit) {
   const auto with = [&](auto number) {
     using Float = typename decltype(number)::type;
+    if (cp > 8 || dim > 512) return visit(Type<Exchange<Float, 8, 1, true>>());
     const bool wide = dim > 256;  // more than one unit per lane
-    if (cp == 2) return wide ? visit(Type<Exchange<Float, 1, false, 2>>()) : visit(Type<Exchange<Float, 1, false, 1>>());
-    if (cp <= 4) return wide ? visit(Type<Exchange<Float, 3, false, 2>>()) : visit(Type<Exchange<Float, 3, false, 1>>());
-    if (cp <= 8) return wide ? visit(Type<Exchange<Float, 7, false, 2>>()) : visit(Type<Exchange<Float, 7, false, 1>>());
-    return visit(Type<Exchange<Float, 7, true, 1>>());
+    if (cp == 2) return wide ? visit(Type<Exchange<Float, 2, 2, false>>()) : visit(Type<Exchange<Float, 2, 1, false>>());
+    if (cp <= 4) return wide ? visit(Type<Exchange<Float, 4, 2, false>>()) : visit(Type<Exchange<Float, 4, 1, false>>());
+    return wide ? visit(Type<Exchange<Float, 8, 2, false>>()) : visit(Type<Exchange<Float, 8, 1, false>>());
   };
   return dtype == Dtype::bfloat16 ? with(Type<BFloat16>()) : with(Type<Float16>());
 }

@@ -49,6 +49,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #ifdef __CUDACC__
 #define JAXCP_HD __host__ __device__
@@ -172,6 +173,9 @@ inline const char* problem(const ExchangeParams& p) {
   if (static_cast<int64_t>(p.tokens) * p.heads_per_rank > p.capacity) return "more rows than the workspace holds";
   if (p.capacity >= kMaxRows) return "capacity must be below 2^24 rows";
   if (static_cast<int64_t>(p.capacity) * p.layout().row_bytes >= int64_t{1} << 32) return "capacity must be below 4 GiB per source";
+  for (const int64_t stride : {p.o_token_stride, p.o_head_stride, p.lse_token_stride, p.lse_head_stride}) {
+    if (stride < 0 || stride >= int64_t{1} << 31) return "strides must be 0 .. 2^31 - 1 elements";
+  }
   if (p.o_token_stride % 8 != 0 || p.o_head_stride % 8 != 0) return "strides of o must be multiples of 8 elements";
   if (misaligned(p.o, 16) || misaligned(p.out, 16)) return "o and out must be 16-byte aligned";
   if (misaligned(p.lse, 4) || misaligned(p.out_lse, 4)) return "lse must be 4-byte aligned";

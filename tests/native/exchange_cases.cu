@@ -305,8 +305,8 @@ void late(int) {
   ranks.judge(8, "a rank 0.3 s late");
 
   ranks.timeout_ns = 50'000'000;
-  delay<<<1, 1, 0, ranks.streams[2]>>>(300'000'000);
   ranks.poison();
+  delay<<<1, 1, 0, ranks.streams[2]>>>(300'000'000);
   ranks.call(8);
   ranks.wait();
   for (int rank = 0; rank < ranks.shape.cp; ++rank) {

@@ -51,8 +51,9 @@ struct Shape {
 
 // All ranks as one grid: rank blockIdx.y.
 template <class Variant>
-__global__ void __launch_bounds__(device::kThreads, Variant::kBlocks) all_ranks_kernel(const ExchangeParams* params) {
-  Variant(params[blockIdx.y]).run();
+__global__ void __launch_bounds__(kThreads, Variant::kBlocks) all_ranks_kernel(Plan plan, const ExchangeParams* params) {
+  plan.rank = blockIdx.y;
+  Variant(plan, params[blockIdx.y]).run();
 }
 
 // One stream per rank, shared by all exchanges of the program: more streams than connections would share queues.
@@ -216,7 +217,7 @@ class Ranks {
     CHECK(cudaMemcpyAsync(all_.get(), all.data(), all.size() * sizeof(ExchangeParams), cudaMemcpyHostToDevice, streams[0]));
     const int blocks = std::min(all[0].grid_cap, useful_blocks(all[0]));
     device::with_variant(shape.dtype, shape.cp, shape.dim, [&](auto variant) {
-      all_ranks_kernel<typename decltype(variant)::type><<<dim3(blocks, shape.cp), device::kThreads, 0, streams[0]>>>(all_.get());
+      all_ranks_kernel<typename decltype(variant)::type><<<dim3(blocks, shape.cp), kThreads, 0, streams[0]>>>(Plan::of(all[0], blocks), all_.get());
     });
     CHECK(cudaGetLastError());
     CHECK(cudaStreamSynchronize(streams[0]));

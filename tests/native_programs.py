@@ -1,0 +1,80 @@
+"""Compiling and running the C++ and CUDA programs of tests/native."""
+
+import functools
+import os
+import pathlib
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+import pytest
+
+from jaxcp.errors import BuildError
+from jaxcp.native import builder, compiler
+
+NATIVE = pathlib.Path(__file__).parent / "native"
+CSRC = builder.source_folder()
+
+
+@functools.cache
+def nvcc() -> str:
+    """Path of nvcc; the test is skipped where there is none."""
+    try:
+        return str(compiler.nvcc().path)
+    except BuildError as error:
+        pytest.skip(f"no nvcc: {error}")
+
+
+@functools.cache
+def present_architecture() -> str:
+    """Architecture of the first GPU, e.g. "sm_90a"; the test is skipped where there is none."""
+    if not shutil.which("nvidia-smi"):
+        pytest.skip("no NVIDIA GPU: nvidia-smi is not on PATH")
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    if answer.returncode != 0:
+        pytest.skip(f"no NVIDIA GPU: {answer.stdout}{answer.stderr}")
+    return builder.architecture(answer.stdout.split()[0])
+
+
+def compile_cuda(
+    sources: Sequence[pathlib.Path], output: pathlib.Path, architecture: str, flags: Sequence[str] = ()
+) -> pathlib.Path:
+    """`output`, compiled by nvcc from `sources`, each in a process of its own.
+
+    Raises:
+      AssertionError: the compiler's messages.
+    """
+    code = f"-gencode=arch=compute_{architecture.removeprefix('sm_')},code={architecture}"
+    command = [
+        nvcc(),
+        "-std=c++20",
+        "-O3",
+        code,
+        "--threads=4",
+        "-I",
+        str(CSRC),
+        *flags,
+        *map(str, sources),
+        "-o",
+        str(output),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return output
+
+
+def run(*command: str | os.PathLike, timeout_s: float, **environment: str) -> str:
+    """What a program printed.
+
+    Raises:
+      AssertionError: it failed, or ran longer than `timeout_s`: then it hangs.
+    """
+    try:
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=timeout_s, env=os.environ | environment
+        )
+    except subprocess.TimeoutExpired as expired:
+        raise AssertionError(f"{command} hangs: no end after {timeout_s} s; printed {expired.stdout!r}") from expired
+    assert done.returncode == 0, f"{command} returned {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout

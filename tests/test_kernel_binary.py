@@ -1,0 +1,99 @@
+"""What the compiler made of the exchange kernel, read from its machine code, and the host side of its work order."""
+
+import re
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import native_programs
+import pytest
+from native_programs import CSRC, NATIVE
+
+REGISTERS = {(2, 1): 64, (2, 2): 80, (4, 1): 80, (4, 2): 96, (8, 1): 96, (8, 2): 128, "general": 128}
+"""Most registers of a variant, by ranks and units in flight: what its resident blocks leave (Exchange::kBlocks)."""
+
+
+def tool(name: str) -> str:
+    """Path of a CUDA binary tool, on PATH or from its wheel; the test is skipped where there is none."""
+    roots = (spec.submodule_search_locations or ()) if (spec := find_spec("nvidia")) else ()
+    wheels = [str(found) for root in roots for found in Path(root).glob(f"*/bin/{name}")]
+    if found := shutil.which(name) or next(iter(wheels), None):
+        return found
+    pytest.skip(f"{name} is neither on PATH nor in a wheel nvidia-cuda-{name}")
+
+
+def disassembled(path: Path) -> dict[str, list[str]]:
+    """Instructions of every kernel in an object file."""
+    text = subprocess.run(
+        [tool("nvdisasm"), "-c", str(path)], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    kernels = {}
+    for section in re.split(r"^\s*\.section\s+\.text\.", text, flags=re.MULTILINE)[1:]:
+        kernels[section.split(",")[0]] = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", section)
+    return kernels
+
+
+def resources(path: Path) -> dict[str, dict[str, int]]:
+    """Registers, stack, shared and local bytes of every kernel."""
+    answer = subprocess.run(
+        [tool("cuobjdump"), "--dump-resource-usage", str(path)], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    found = re.findall(r"Function (\S+):\s+(REG:.*)", answer)
+    return {
+        name: {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", facts)}
+        for name, facts in found
+    }
+
+
+def variant(name: str):
+    """Key of REGISTERS for a mangled kernel name."""
+    sources, units, general = map(int, re.search(r"Li(\d)ELi(\d)ELb(\d)E", name).groups())
+    return "general" if general else (sources, units)
+
+
+@pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
+def cubin(request, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("kernel") / "exchange.cubin"
+    return native_programs.compile_cuda([CSRC / "exchange.cu"], output, request.param, ["-cubin"])
+
+
+@pytest.mark.slow
+def test_machine_code(cubin):
+    kernels = disassembled(cubin)
+    assert len(kernels) == 2 * len(REGISTERS), sorted(kernels)
+    for name, code in kernels.items():
+
+        def count(pattern, code=code):
+            return sum(bool(re.fullmatch(pattern, instruction)) for instruction in code)
+
+        assert count(r"LDG\.E\.128\.STRONG\.SYS"), f"{name}: received words are not read as 128-bit system-scope loads"
+        assert count(r"STG?\.E\.128\.STRONG\.SYS"), f"{name}: sent words are not written as 128-bit system-scope stores"
+        assert count(r"LDG\.E\.\S*128\.CONSTANT|LDG\.E\.128\S*"), f"{name}: input is not read 16 bytes at a time"
+        assert not count(r"MEMBAR\..*|ERRBAR.*|CCTL\..*|FENCE\..*"), f"{name}: a fence or cache operation on the path"
+        assert not count(r"LDL.*|STL.*"), f"{name}: something lives in local memory"
+        assert count(r"BAR\.SYNC.*") <= 4, f"{name}: more barriers than an opening and a next item"
+        assert count(r"ATOM\w*\..*ADD.*") == 2, f"{name}: one ticket per send and one per receive"
+
+
+@pytest.mark.slow
+def test_resources(cubin):
+    kernels = resources(cubin)
+    assert len(kernels) == 2 * len(REGISTERS), sorted(kernels)
+    for name, used in kernels.items():
+        assert used["REG"] <= REGISTERS[variant(name)], f"{name}: {used}"
+        assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills: {used}"
+        assert used["SHARED"] <= 1024 + 64, f"{name}: {used}"  # 1 KiB is the system's on Blackwell
+
+
+def test_work_order(tmp_path):
+    program = tmp_path / "schedule_test"
+    if not (compiler := shutil.which("g++") or shutil.which("c++")):
+        pytest.skip("no C++ compiler on PATH")
+    source = str(NATIVE / "schedule_test.cc")
+    subprocess.run(
+        [compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-I", str(CSRC), source, "-o", str(program)],
+        check=True,
+        timeout=120,
+    )
+    assert native_programs.run(program, timeout_s=60) == "ok\n"
