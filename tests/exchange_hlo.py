@@ -17,8 +17,11 @@ def instructions(hlo: str) -> dict[str, tuple[str, str, list[str], str]]:
 
 def exchanges(hlo: str, target: str = "jaxcp_fused") -> list[str]:
     """Names of the custom calls to `target`, in the order of the text: of the schedule, where it is scheduled."""
-    return [name for name, (_, opcode, _, rest) in instructions(hlo).items()
-            if opcode == "custom-call" and f'custom_call_target="{target}"' in rest]
+    return [
+        name
+        for name, (_, opcode, _, rest) in instructions(hlo).items()
+        if opcode == "custom-call" and f'custom_call_target="{target}"' in rest
+    ]
 
 
 def token_sources(hlo: str, target: str = "jaxcp_fused") -> list[str | None]:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcp
 from jaxcp import LogBase, Partial
 from jaxcp.errors import BackendError, JaxcpError, PeerTimeoutError
-from jaxcp.exchange import fused, workspace
+from jaxcp.exchange import fused, watcher, workspace
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.topology import Topology, make_mesh
 
@@ -48,8 +48,11 @@ def partials(exchange, tokens, seed=0):
 
 
 def mapped(exchange, step, **options):
-    return jax.jit(jax.shard_map(step, mesh=exchange.mesh, in_specs=P(exchange.axis_name),
-                                 out_specs=P(exchange.axis_name), **options))
+    return jax.jit(
+        jax.shard_map(
+            step, mesh=exchange.mesh, in_specs=P(exchange.axis_name), out_specs=P(exchange.axis_name), **options
+        )
+    )
 
 
 def merging(exchange, base=TWO):
@@ -259,8 +262,9 @@ def test_vmap_folds_into_tokens():
 @needs_peers
 def test_differentiation_is_refused():
     exchange = exchange_of()
-    loss = mapped(exchange, lambda o, lse: jax.grad(
-        lambda o: exchange(Partial(o[0], lse[0], TWO)).astype(jnp.float32).sum())(o))
+    loss = mapped(
+        exchange, lambda o, lse: jax.grad(lambda o: exchange(Partial(o[0], lse[0], TWO)).astype(jnp.float32).sum())(o)
+    )
     with pytest.raises(NotImplementedError, match=r"no derivative.*a2a"):
         loss(*partials(exchange, 2))
 
@@ -273,8 +277,9 @@ def skipping(exchange, absent):
 
     def step(o, lse):
         missing = jnp.zeros((o.shape[1], exchange.heads_per_rank, exchange.head_dim), o.dtype)
-        return lax.cond(lax.axis_index("cp") == absent, lambda: missing,
-                        lambda: exchange(Partial(o[0], lse[0], TWO)))[None]
+        return lax.cond(lax.axis_index("cp") == absent, lambda: missing, lambda: exchange(Partial(o[0], lse[0], TWO)))[
+            None
+        ]
 
     return mapped(exchange, step, check_vma=False)
 
@@ -291,8 +296,11 @@ def test_a_rank_that_never_comes():
     out = np.asarray(skip(*inputs)).astype(np.float32)
     assert np.isnan(out[:absent]).all()
     assert (out[absent] == 0).all()
-    with pytest.raises(PeerTimeoutError, match=rf"rank \d waited longer than 0\.3 s for rank {absent} in call 1 "
-                                                "\(row "):
+    with pytest.raises(
+        PeerTimeoutError,
+        match=rf"rank \d waited longer than 0\.3 s for rank {absent} in call 1 "
+        "\(row ",
+    ):
         exchange.check()
     with pytest.raises(PeerTimeoutError):  # tracing
         merging(exchange)(*inputs)
@@ -374,7 +382,7 @@ def test_an_expired_wait_is_logged_once_while_nobody_asks(caplog):
     deadline = time.monotonic() + 5
     while "PeerTimeoutError" not in caplog.text and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(3 * workspace._watcher.PERIOD_S)
+    time.sleep(3 * watcher.PERIOD_S)
     assert caplog.text.count("PeerTimeoutError") == 1
     assert re.search(r"rank \d waited .* for rank 0 in call 0", caplog.text)
 
@@ -412,12 +420,15 @@ def spec_of(**facts) -> ExchangeSpec:
     return ExchangeSpec(**usual | facts)
 
 
-@pytest.mark.parametrize(("facts", "lse", "data"), [
-    ({}, 2 * 7 * 512 * 4, 2 * 7 * 512 * 1024),  # 7 368 832 bytes with the 128 of the control line
-    ({"cp": 4, "heads": 8, "head_dim": 128, "max_tokens": 8}, 384, 24576),
-    ({"cp": 2, "heads": 2, "head_dim": 8, "max_tokens": 1}, 128, 32),  # 8 bytes of LSE fill a line
-    ({"cp": 8, "heads": 9, "head_dim": 64, "max_tokens": 3}, 384, 2 * 7 * 6 * 128),  # 6 rows: ceil(9 / 8) heads
-])
+@pytest.mark.parametrize(
+    ("facts", "lse", "data"),
+    [
+        ({}, 2 * 7 * 512 * 4, 2 * 7 * 512 * 1024),  # 7 368 832 bytes with the 128 of the control line
+        ({"cp": 4, "heads": 8, "head_dim": 128, "max_tokens": 8}, 384, 24576),
+        ({"cp": 2, "heads": 2, "head_dim": 8, "max_tokens": 1}, 128, 32),  # 8 bytes of LSE fill a line
+        ({"cp": 8, "heads": 9, "head_dim": 64, "max_tokens": 3}, 384, 2 * 7 * 6 * 128),  # 6 rows: ceil(9 / 8) heads
+    ],
+)
 def test_bytes_of_a_workspace(facts, lse, data):
     assert workspace.sizes(spec_of(**facts)) == {"control": 128, "lse": lse, "data": data, "total": 128 + lse + data}
 
@@ -479,8 +490,11 @@ def test_one_rank_that_cannot_allocate_fails_the_set_up(monkeypatch):
         create(config)
 
     monkeypatch.setattr(library, "create", failing)
-    with pytest.raises(BackendError, match=r"allocating the workspace failed in process 0: JaxcpError: out of "
-                                            "memory.*a2a"):
+    with pytest.raises(
+        BackendError,
+        match=r"allocating the workspace failed in process 0: JaxcpError: out of "
+        "memory.*a2a",
+    ):
         exchange_of()
     with pytest.raises(JaxcpError, match="has no workspace"):
         library.launches(made[0])
@@ -489,12 +503,15 @@ def test_one_rank_that_cannot_allocate_fails_the_set_up(monkeypatch):
 # Refusals.
 
 
-@pytest.mark.parametrize(("facts", "why"), [
-    ({"dtype": np.dtype(np.float32)}, "dtype float32 is not bfloat16 or float16"),
-    ({"head_dim": 7}, "head_dim = 7 x bfloat16 are not whole 16-byte units"),
-    ({"cp": 65}, "65 ranks exceed its 64"),
-    ({"max_tokens": 1 << 20}, "16777216 rows exceed its 16777215"),
-])
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"dtype": np.dtype(np.float32)}, "dtype float32 is not bfloat16 or float16"),
+        ({"head_dim": 7}, "head_dim = 7 x bfloat16 are not whole 16-byte units"),
+        ({"cp": 65}, "65 ranks exceed its 64"),
+        ({"max_tokens": 1 << 20}, "16777216 rows exceed its 16777215"),
+    ],
+)
 def test_shapes_it_cannot_serve(facts, why):
     topology = Topology("cp", facts.get("cp", 8), (), "gpu", "NVIDIA H200", None)
     assert why in fused.blocker(topology, spec_of(**facts))
@@ -507,12 +524,15 @@ class FakeDevice:
         self.slice_index = slice_index
 
 
-@pytest.mark.parametrize(("platform", "capability", "slices", "why"), [
-    ("tpu", None, (0, 0), "not platform tpu"),
-    ("gpu", (8, 0), (0, 0), "compute capability 9.0 or newer, not 8.0"),
-    ("gpu", (9, 0), (0, 1), "devices are on 2 hosts"),
-    ("gpu", (9, 0), (0, 0), None),
-])
+@pytest.mark.parametrize(
+    ("platform", "capability", "slices", "why"),
+    [
+        ("tpu", None, (0, 0), "not platform tpu"),
+        ("gpu", (8, 0), (0, 0), "compute capability 9.0 or newer, not 8.0"),
+        ("gpu", (9, 0), (0, 1), "devices are on 2 hosts"),
+        ("gpu", (9, 0), (0, 0), None),
+    ],
+)
 def test_places_it_cannot_serve(platform, capability, slices, why):
     group = tuple(FakeDevice(index) for index in slices)
     topology = Topology("cp", 2, (group,), platform, "", capability)

@@ -53,7 +53,9 @@ def error(action):
         return f"{{type(failure).__name__}}: {{failure}}"
 """
 
-TOGETHER = PROGRAM + """
+TOGETHER = (
+    PROGRAM
+    + """
 with launch.joined() as index:
     found = {}
     one, two = exchange_of(), exchange_of(head_dim=128)
@@ -89,6 +91,7 @@ with launch.joined() as index:
     found["still mapped"] = Path("/proc/self/maps").read_text().count("/dev/shm/jaxcp-")
     launch.report(found)
 """.replace("found = {}", "found = {}; from pathlib import Path", 1)
+)
 
 
 def test_set_up_calls_and_tear_down():
@@ -104,7 +107,9 @@ def test_set_up_calls_and_tear_down():
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("jaxcp-")]
 
 
-LOSING = PROGRAM + """
+LOSING = (
+    PROGRAM
+    + """
 with launch.joined() as index:
     exchange = exchange_of()
     merge, (host, device) = mapped(exchange), partials(exchange, 0)
@@ -126,6 +131,7 @@ with launch.joined() as index:
         os.kill(int(pids[1]), signal.SIGKILL)
     raise SystemExit(7)
 """
+)
 
 
 @pytest.mark.slow

@@ -31,9 +31,11 @@ def together(step: str, work: Callable[[], Any]) -> list[Any]:
     everyone = allgather(mine)
     for process, answer in enumerate(everyone):
         if "error" in answer:
-            raise BackendError(f"exchange: {step} failed in process {process}: {answer['error']}. All processes give "
-                               "up together; "
-                               "use backend='a2a' if this machine cannot share memory between ranks.") from failure
+            raise BackendError(
+                f"exchange: {step} failed in process {process}: {answer['error']}. All processes give "
+                "up together; "
+                "use backend='a2a' if this machine cannot share memory between ranks."
+            ) from failure
     return [answer["result"] for answer in everyone]
 
 
@@ -59,9 +61,11 @@ def the_same(what: str, values: list[dict[str, Any]]) -> dict[str, Any]:
     for process, other in enumerate(values):
         for field in first.keys() | other.keys():
             if first.get(field) != other.get(field):
-                raise BackendError(f"exchange: {what} differ between processes: {field} is {first.get(field)!r} in "
-                                   "process 0 and "
-                                   f"{other.get(field)!r} in process {process}; expected the same everywhere. Build "
-                                   "the Exchange with the "
-                                   "same arguments, the same software and in the same order in every process.")
+                raise BackendError(
+                    f"exchange: {what} differ between processes: {field} is {first.get(field)!r} in "
+                    "process 0 and "
+                    f"{other.get(field)!r} in process {process}; expected the same everywhere. Build "
+                    "the Exchange with the "
+                    "same arguments, the same software and in the same order in every process."
+                )
     return first

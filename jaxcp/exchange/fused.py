@@ -143,7 +143,9 @@ def not_differentiable(target: str, call: Callable[..., Any], attributes: dict[s
 
     @guarded.defjvp
     def refuse(primals, tangents):
-        raise NotImplementedError(f"{target} has no derivative: this backend serves decoding. Use backend='a2a' where "
-                                  "the exchange is differentiated, or jax.lax.stop_gradient around it.")
+        raise NotImplementedError(
+            f"{target} has no derivative: this backend serves decoding. Use backend='a2a' where "
+            "the exchange is differentiated, or jax.lax.stop_gradient around it."
+        )
 
     return guarded

@@ -18,8 +18,6 @@ meet: one process frees in that order by itself; with several, the maps go and t
 
 import itertools
 import logging
-import threading
-import time
 import weakref
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +26,7 @@ from typing import Any
 import jax
 
 from jaxcp.errors import BackendError, JaxcpError, PeerTimeoutError
-from jaxcp.exchange import agree
+from jaxcp.exchange import agree, watcher
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.native.library import Config, Library
 from jaxcp.topology import Topology
@@ -57,9 +55,11 @@ def transport(topology: Topology) -> str:
       NotImplementedError: the ranks live on several hosts.
     """
     if hosts_of(topology) > 1:
-        raise NotImplementedError("exchange: ranks on several hosts need fabric handles (CU_MEM_HANDLE_TYPE_FABRIC) in "
-                                  "kernels/csrc/memory_cuda.cc, which are not built. Use backend='a2a', or keep the "
-                                  "axis inside a host.")
+        raise NotImplementedError(
+            "exchange: ranks on several hosts need fabric handles (CU_MEM_HANDLE_TYPE_FABRIC) in "
+            "kernels/csrc/memory_cuda.cc, which are not built. Use backend='a2a', or keep the "
+            "axis inside a host."
+        )
     inside = topology.one_process
     if topology.platform == "cpu":
         return "threads" if inside else "shared memory"
@@ -105,7 +105,7 @@ class Workspace:
         except BackendError:  # in every process, at the same step
             self._give_back()
             raise
-        _watcher.watch(self)
+        watcher.watch(self)
         self._log_ready(topology)
 
     def expiry(self) -> str | None:
@@ -150,8 +150,14 @@ class Workspace:
 
     def describe(self) -> dict[str, Any]:
         """Bytes, capacity and transport."""
-        return {"workspace_bytes": self.bytes, "workspaces": len(self.configs), "capacity_rows": self._rows,
-                "transport": self.transport, "timeout_s": self.timeout_s, "exchange": self.number}
+        return {
+            "workspace_bytes": self.bytes,
+            "workspaces": len(self.configs),
+            "capacity_rows": self._rows,
+            "transport": self.transport,
+            "timeout_s": self.timeout_s,
+            "exchange": self.number,
+        }
 
     @property
     def bytes(self) -> int:
@@ -204,8 +210,10 @@ class Workspace:
         """What other processes need, by "group:rank"; json carries it."""
         if self.transport in ("threads", "peer access"):
             return {}
-        return {f"{group}:{rank}": self.library.handle(config).hex()
-                for (group, rank, _), config in zip(self._ranks, self.configs, strict=True)}
+        return {
+            f"{group}:{rank}": self.library.handle(config).hex()
+            for (group, rank, _), config in zip(self._ranks, self.configs, strict=True)
+        }
 
     def _attach(self, handles: dict[str, str]) -> None:
         local = {(group, rank): config for (group, rank, _), config in zip(self._ranks, self.configs, strict=True)}
@@ -220,13 +228,21 @@ class Workspace:
 
     def _log_ready(self, topology: Topology) -> None:
         if topology.devices[0].process_index == jax.process_index():
-            log.info("%s exchange ready: %s by %s, capacity %d rows (%d tokens x %d heads), %d x %.2f MiB",
-                     self.name, topology, self.transport, self._rows, self.spec.max_tokens, self.spec.heads_per_rank,
-                     len(topology.devices), self.bytes / 2**20)
+            log.info(
+                "%s exchange ready: %s by %s, capacity %d rows (%d tokens x %d heads), %d x %.2f MiB",
+                self.name,
+                topology,
+                self.transport,
+                self._rows,
+                self.spec.max_tokens,
+                self.spec.heads_per_rank,
+                len(topology.devices),
+                self.bytes / 2**20,
+            )
 
 
 def _ordinal(device: Any) -> int:
-    """The number by which XLA names its device to a handler: a GPU's index in this process, a CPU device's global id."""
+    """How XLA names its device to a handler: a GPU by its index in this process, a CPU device by its global id."""
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
@@ -237,48 +253,3 @@ def _free(library: Library, configs: list[Config], *, blocks: bool) -> None:
             (library.destroy if blocks else library.detach)(config)
         except JaxcpError as error:  # at exit, or after a failed set-up: nobody can act on it
             log.debug("freeing workspace %d of rank %d: %s", config.exchange, config.rank, error)
-
-
-class _Watcher:
-    """A thread that looks at all workspaces' status words and logs an expired wait once, while nobody calls `check`."""
-
-    PERIOD_S = 0.25
-
-    def __init__(self):
-        self._watched: weakref.WeakSet[Workspace] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self._thread = None
-
-    def watch(self, workspace: Workspace) -> None:
-        with self._lock:
-            self._watched.add(workspace)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="jaxcp-watcher", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        reported: weakref.WeakSet[Workspace] = weakref.WeakSet()
-        while True:
-            time.sleep(self.PERIOD_S)
-            self._look_at_all(reported)
-
-    def _look_at_all(self, reported: "weakref.WeakSet[Workspace]") -> None:
-        with self._lock:
-            watched = list(self._watched)
-        for workspace in watched:
-            self._look(workspace, reported)
-
-    @staticmethod
-    def _look(workspace: Workspace, reported: "weakref.WeakSet[Workspace]") -> None:
-        try:
-            text = workspace.expiry()
-        except JaxcpError:  # closed in this very moment
-            return
-        if text is None:
-            reported.discard(workspace)
-        elif workspace not in reported:
-            reported.add(workspace)
-            log.error("%s", text)
-
-
-_watcher = _Watcher()

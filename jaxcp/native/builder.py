@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Literal
 
 import jax
 import jaxlib.version
@@ -26,10 +25,8 @@ import jaxlib.version
 from jaxcp.errors import BuildError, invalid
 from jaxcp.native import compiler as compilers
 
-Variant = Literal["cpu", "cuda", "flashinfer"]
-
 _COMMON = ("workspace.cc", "workspace_api.cc")
-SOURCES: dict[Variant, tuple[str, ...]] = {
+SOURCES = {
     "cpu": (*_COMMON, "fused_block.cc", "memory_host.cc", "ffi_cpu.cc"),
     "cuda": (*_COMMON, "fused_block.cc", "memory_cuda.cc", "exchange.cu", "ffi_cuda.cc", "ffi_simulated.cc"),
     "flashinfer": (*_COMMON, "flashinfer_block.cc", "memory_cuda.cc", "flashinfer.cu", "ffi_flashinfer.cc"),
@@ -55,7 +52,7 @@ class Recipe:
       stamp: what the include folders hold, where their path does not say it (e.g. "flashinfer-python 0.7.4").
     """
 
-    variant: Variant
+    variant: str
     compiler: compilers.Compiler
     architectures: tuple[str, ...]
     include: tuple[Path, ...]
@@ -106,8 +103,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxcp"
 
 
-def recipe(variant: Variant, *, architectures: Sequence[str] | None = None, nvcc: str | None = None,
-           cxx: str | None = None, include: Sequence[Path] = (), stamp: str = "") -> Recipe:
+def recipe(
+    variant: str,
+    *,
+    architectures: Sequence[str] | None = None,
+    nvcc: str | None = None,
+    cxx: str | None = None,
+    include: Sequence[Path] = (),
+    stamp: str = "",
+) -> Recipe:
     """What would be built: compilers found, architectures checked, nothing compiled.
 
     Args:
@@ -133,7 +137,7 @@ def recipe(variant: Variant, *, architectures: Sequence[str] | None = None, nvcc
     return Recipe(variant, found, architectures, (*include, *([beside] if beside else [])), stamp)
 
 
-def build(variant: Variant, **options) -> Path:
+def build(variant: str, **options) -> Path:
     """Path of the built library; compiles it on the first call for its key.
 
     Args:
@@ -161,14 +165,16 @@ def present_architectures() -> tuple[str, ...]:
     """
     devices = [d for d in jax.local_devices() if d.platform == "gpu"]
     if not devices:
-        raise BuildError("architectures: got no GPU in jax.local_devices(); expected one to take the architecture "
-                         "from. Name them, "
-                         f"e.g. architectures={ARCHITECTURES[:1]}, or set JAX_PLATFORMS=cuda.")
+        raise BuildError(
+            "architectures: got no GPU in jax.local_devices(); expected one to take the architecture "
+            "from. Name them, "
+            f"e.g. architectures={ARCHITECTURES[:1]}, or set JAX_PLATFORMS=cuda."
+        )
     return tuple(sorted({architecture(d.compute_capability) for d in devices}))
 
 
 def architecture(compute_capability: str) -> str:
-    """"9.0" -> "sm_90a": from Hopper on, the architecture-specific variant."""
+    """ "9.0" -> "sm_90a": from Hopper on, the architecture-specific variant."""
     digits = str(compute_capability).replace(".", "")
     return f"sm_{digits}a" if int(digits) >= 90 else f"sm_{digits}"
 
@@ -176,11 +182,16 @@ def architecture(compute_capability: str) -> str:
 def _checked_architectures(architectures: Sequence[str]) -> tuple[str, ...]:
     for name in architectures:
         if not (name.startswith("sm_") and name[3:].rstrip("af").isdigit()):
-            raise invalid("architectures", repr(name), "names like 'sm_90a'", "Choose among "
-                                                                              f"{', '.join(ARCHITECTURES)}.")
+            raise invalid(
+                "architectures", repr(name), "names like 'sm_90a'", f"Choose among {', '.join(ARCHITECTURES)}."
+            )
     if not architectures:
-        raise invalid("architectures", "none", "at least one name like 'sm_90a'", "Leave it out to take those of the "
-                                                                                  "GPUs present.")
+        raise invalid(
+            "architectures",
+            "none",
+            "at least one name like 'sm_90a'",
+            "Leave it out to take those of the GPUs present.",
+        )
     return tuple(architectures)
 
 
@@ -188,9 +199,11 @@ def _check_jaxlib() -> None:
     """Headers on disk must be those of the jaxlib that is loaded."""
     loaded, installed = jaxlib.version.__version__, metadata.version("jaxlib")
     if loaded != installed:
-        raise BuildError(f"jaxlib: got {installed} on disk while {loaded} is running; expected one version. It was "
-                         "replaced under "
-                         "this process: restart it.")
+        raise BuildError(
+            f"jaxlib: got {installed} on disk while {loaded} is running; expected one version. It was "
+            "replaced under "
+            "this process: restart it."
+        )
 
 
 @contextlib.contextmanager
@@ -200,9 +213,11 @@ def _locked(target: Path) -> Iterator[None]:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = open(target.with_suffix(".lock"), "a")  # noqa: SIM115  (closed below, after the OSError is worded)
     except OSError as error:
-        raise BuildError(f"JAXCP_CACHE_DIR: got {target.parent}, which cannot be written ({error.strerror}); "
-                         "expected a writable "
-                         "folder. Set JAXCP_CACHE_DIR to one.") from error
+        raise BuildError(
+            f"JAXCP_CACHE_DIR: got {target.parent}, which cannot be written ({error.strerror}); "
+            "expected a writable "
+            "folder. Set JAXCP_CACHE_DIR to one."
+        ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -215,18 +230,27 @@ def _compile(wanted: Recipe, target: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = [Path(folder) / f"{source}.o" for source in SOURCES[wanted.variant]]
-            list(pool.map(lambda source, output: _run(wanted, wanted.compile_command(source, output)),
-                          SOURCES[wanted.variant], objects))
+            list(
+                pool.map(
+                    lambda source, output: _run(wanted, wanted.compile_command(source, output)),
+                    SOURCES[wanted.variant],
+                    objects,
+                )
+            )
             _run(wanted, wanted.link_command(objects, Path(folder) / target.name))
             os.replace(Path(folder) / target.name, target)
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"compiler: {wanted.compiler.path} ran for more than {COMPILE_SECONDS} s and was stopped; "
-                         "expected a minute "
-                         "at most. Look at the load and the free memory of this machine, then try again.") from error
+        raise BuildError(
+            f"compiler: {wanted.compiler.path} ran for more than {COMPILE_SECONDS} s and was stopped; "
+            "expected a minute "
+            "at most. Look at the load and the free memory of this machine, then try again."
+        ) from error
     except OSError as error:
-        raise BuildError(f"JAXCP_CACHE_DIR: got {target.parent}, which failed while building ({error}); expected a "
-                         "writable folder "
-                         "with some 100 MB free. Set JAXCP_CACHE_DIR to one.") from error
+        raise BuildError(
+            f"JAXCP_CACHE_DIR: got {target.parent}, which failed while building ({error}); expected a "
+            "writable folder "
+            "with some 100 MB free. Set JAXCP_CACHE_DIR to one."
+        ) from error
     _progress(f" {time.monotonic() - start:.1f} s: {target}\n")
 
 
@@ -240,8 +264,9 @@ def _compile_error(wanted: Recipe, message: str) -> BuildError:
     remedy = "Read the compiler's message; if it is too old (C++20, CUDA 13), name another with cxx= or nvcc=."
     if "unsupported gpu architecture" in message.lower():
         remedy = "This nvcc does not know the architecture: use a newer one (nvcc=, CUDA_HOME) or name others."
-    return BuildError(f"The {wanted.variant} library does not compile with {wanted.compiler.path}:\n{message.strip()}\n"
-                      f"{remedy}")
+    return BuildError(
+        f"The {wanted.variant} library does not compile with {wanted.compiler.path}:\n{message.strip()}\n{remedy}"
+    )
 
 
 def _progress(text: str) -> None:

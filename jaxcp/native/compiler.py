@@ -32,8 +32,10 @@ def cxx(argument: str | None = None) -> Compiler:
     for candidate in [argument] if argument else ["g++", "c++"]:
         if found := shutil.which(candidate):
             return _probed(Path(found))
-    raise BuildError(f"cxx: got {argument or 'no g++ or c++ on PATH'}; expected a C++20 compiler. Install g++ (package "
-                     "build-essential or gcc-c++) or pass its path as cxx=.")
+    raise BuildError(
+        f"cxx: got {argument or 'no g++ or c++ on PATH'}; expected a C++20 compiler. Install g++ (package "
+        "build-essential or gcc-c++) or pass its path as cxx=."
+    )
 
 
 def nvcc(argument: str | None = None) -> Compiler:
@@ -45,15 +47,19 @@ def nvcc(argument: str | None = None) -> Compiler:
     if argument:
         if found := shutil.which(argument):
             return _probed(Path(found))
-        raise BuildError(f"nvcc: got {argument}, which is no executable file; expected the path of nvcc. Correct the "
-                         "path, or "
-                         "leave it out to search CUDA_HOME, PATH and the nvidia-cuda-nvcc wheel.")
+        raise BuildError(
+            f"nvcc: got {argument}, which is no executable file; expected the path of nvcc. Correct the "
+            "path, or "
+            "leave it out to search CUDA_HOME, PATH and the nvidia-cuda-nvcc wheel."
+        )
     for candidate in _nvcc_candidates():
         if os.access(candidate, os.X_OK) and candidate.is_file():
             return _probed(candidate)
-    raise BuildError("nvcc: got none; searched CUDA_HOME, PATH and the nvidia-cuda-nvcc wheel. Install the CUDA 13 "
-                     "toolkit, or "
-                     "`pip install 'jaxcp[cuda13]'`, or pass its path as nvcc=.")
+    raise BuildError(
+        "nvcc: got none; searched CUDA_HOME, PATH and the nvidia-cuda-nvcc wheel. Install the CUDA 13 "
+        "toolkit, or "
+        "`pip install 'jaxcp[cuda13]'`, or pass its path as nvcc=."
+    )
 
 
 def _nvcc_candidates() -> list[Path]:
@@ -73,9 +79,11 @@ def _probed(path: Path) -> Compiler:
     try:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"compiler: got {path}, which does not run ({error}); expected a working compiler. "
-                         "Reinstall it or name "
-                         "another.") from error
+        raise BuildError(
+            f"compiler: got {path}, which does not run ({error}); expected a working compiler. "
+            "Reinstall it or name "
+            "another."
+        ) from error
     return Compiler(path, answer.stdout.strip())
 
 

@@ -33,20 +33,24 @@ class Library:
       protocol_version: of workspace layout and transport; ranks must agree on it.
     """
 
-    def __init__(self, path: Path, variant: builder.Variant, key: str):
+    def __init__(self, path: Path, variant: str, key: str):
         self.path, self.variant = path, variant
         try:
             self._lib = ctypes.CDLL(str(path))
             self._lib.jaxcp_build_key.restype = ctypes.c_char_p
             found = self._lib.jaxcp_build_key().decode()
         except (OSError, AttributeError) as error:
-            raise BuildError(f"library: {path} does not load ({error}); expected the {variant} library. Delete the "
-                             "file, it will be "
-                             "built again.") from error
+            raise BuildError(
+                f"library: {path} does not load ({error}); expected the {variant} library. Delete the "
+                "file, it will be "
+                "built again."
+            ) from error
         if found != key:
-            raise BuildError(f"library: {path} was built as {found}; expected {key} (this source, compiler, jaxlib "
-                             "and architecture). "
-                             "Delete the file, it will be built again.")
+            raise BuildError(
+                f"library: {path} was built as {found}; expected {key} (this source, compiler, jaxlib "
+                "and architecture). "
+                "Delete the file, it will be built again."
+            )
         self.protocol_version = int(self._lib.jaxcp_protocol_version())
         self._lib.jaxcp_workspace_bytes.restype = ctypes.c_uint64
 
@@ -143,7 +147,7 @@ HANDLERS = {
 
 
 @functools.cache
-def load(variant: builder.Variant, **options) -> Library:
+def load(variant: str, **options) -> Library:
     """The library, built if need be, its handlers registered and its kernels loaded on every local device.
 
     Args:
@@ -168,9 +172,11 @@ def _preload(library: Library, device) -> None:
         library.preload(device.local_hardware_id)
     except JaxcpError as error:
         wanted = builder.architecture(device.compute_capability)
-        raise BuildError(f"architectures: the kernels of {library.path} do not load on {device} ({error}); expected "
-                         f"code for {wanted}. "
-                         f"Build with architectures including {wanted!r}, and check the driver's version.") from error
+        raise BuildError(
+            f"architectures: the kernels of {library.path} do not load on {device} ({error}); expected "
+            f"code for {wanted}. "
+            f"Build with architectures including {wanted!r}, and check the driver's version."
+        ) from error
 
 
 @functools.cache
