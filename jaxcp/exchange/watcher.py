@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import weakref
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxcp.errors import JaxcpError
 
@@ -16,6 +16,7 @@ PERIOD_S = 0.25
 log = logging.getLogger("jaxcp")
 
 
+@runtime_checkable
 class Watched(Protocol):
     """What can be watched: anything that says why it is dead, or None."""
 
