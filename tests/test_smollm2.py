@@ -105,7 +105,7 @@ def test_a_prompt_of_2000_tokens_gives_the_same_for_any_cp():
     for cp, speculate in ((1, 0), (3, 3), (8, 0)):
         ranks = Runtime(model(), make_mesh(cp), requests=1, capacity=2016)
         found[cp] = generate(Decoder(ranks, "a2a", speculate), [prompt], max_new=8)
-    assert min(found[1].gaps[0]) > TIE
+    assert min(found[1].gaps[0]) > 2 * GAP_ATOL  # the tokens are decided
     for cp in (3, 8):
         assert found[cp].tokens == found[1].tokens
         np.testing.assert_allclose(found[cp].gaps, found[1].gaps, atol=GAP_ATOL)
