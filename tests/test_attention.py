@@ -13,6 +13,7 @@ import pytest
 from jaxcp import BackendError, LogBase, Partial, lse
 from jaxcp.attention import IMPLEMENTATIONS, api, attention, online, paged
 from jaxcp.layout import Interleave
+from jaxcp.products import contract
 
 LONG = tuple(range(2047, 2054))
 
@@ -239,6 +240,14 @@ def test_float32_products_use_the_highest_precision():
         q, jnp.ones((1, 4, 1, 8)), jnp.ones((1, 4, 1, 8)), jnp.full((1, 2), 4), scale=1.0, base=LogBase.E).o
     )(jnp.ones((1, 1, 2, 8))))
     assert text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2
+
+
+def test_bfloat16_products_run_on_cpu_whatever_their_shape():
+    """XLA:CPU answers "Unsupported element type for DotThunk" for this one unless its operands are widened."""
+    a, b = jnp.full((16, 2, 512), 1.5, jnp.bfloat16), jnp.full((2, 512, 128), 0.25, jnp.bfloat16)
+    out = jax.jit(lambda a, b: contract("thl,hlv->thv", a, b))(a, b)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, 192)
 
 
 # Implementations.

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxcp import lse
 from jaxcp.lse import LogBase, Partial
+from jaxcp.products import contract
 
 SCORE_BYTES = 16 << 20
 """Bound on one block of float32 scores, unless a single page or unit of keys already exceeds it."""
@@ -67,18 +68,16 @@ def attend(
       scale: factor of the logits before the softmax.
       base: of the returned LSE.
     """
-    wide = lse.accumulation_dtype(q.dtype)
-    precision = lax.Precision.HIGHEST if q.dtype == wide else None
     index = jnp.arange(k.shape[1])
     written = index < jnp.max(bound, axis=1, initial=0)[:, None]
     v = jnp.where(written[..., None, None], v.astype(q.dtype), 0)
-    s = jnp.einsum("bgrd,bngd->bgrn", q, k.astype(q.dtype), precision=precision, preferred_element_type=wide)
+    s = contract("bgrd,bngd->bgrn", q, k.astype(q.dtype))
     s = jnp.where(index < bound[:, None, :, None], s * scale, -jnp.inf)
     m = jnp.max(s, axis=-1, keepdims=True)
     m = jnp.where(m == -jnp.inf, 0, m)
     p = jnp.exp(s - m)
     z = jnp.sum(p, axis=-1)
-    o = jnp.einsum("bgrn,bngd->bgrd", p.astype(q.dtype), v, precision=precision, preferred_element_type=wide)
+    o = contract("bgrn,bngd->bgrd", p.astype(q.dtype), v)
     some = z > 0
     o = jnp.where(some[..., None], o / jnp.where(some, z, 1)[..., None], 0)
     l = jnp.where(some, (m[..., 0] + jnp.log(z)) / base.ln, -jnp.inf)

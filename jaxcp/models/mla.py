@@ -26,6 +26,7 @@ from jaxcp import decode
 from jaxcp.exchange import Exchange
 from jaxcp.lse import accumulation_dtype
 from jaxcp.models.llama import rms_norm, rope
+from jaxcp.products import contract
 
 Weights = dict[str, Array]
 """One layer, by name; `shapes` lists them."""
@@ -168,10 +169,6 @@ def _norm(x: Array, scale: Array, config: MLAConfig) -> Array:
     return rms_norm(x.astype(accumulation_dtype(x.dtype)), scale, config.epsilon).astype(x.dtype)
 
 
-def _einsum(equation: str, *operands: Array) -> Array:
-    """einsum in the operands' dtype; the highest precision for float32 and above, accumulation in float32 below."""
-    dtype = operands[0].dtype
-    exact = jnp.finfo(dtype).bits >= 32
-    out = jnp.einsum(equation, *operands, precision=lax.Precision.HIGHEST if exact else None,
-                     preferred_element_type=dtype if exact else jnp.float32)
-    return out.astype(dtype)
+def _einsum(equation: str, a: Array, b: Array) -> Array:
+    """`contract`, rounded to the operands' dtype."""
+    return contract(equation, a, b).astype(a.dtype)
