@@ -230,6 +230,13 @@ def test_independent_calls_are_one_chain():
 
 
 @needs_peers
+def test_programs_stay_on_the_fast_dispatch_path():
+    """An effect known to JAX costs some 200 us per dispatch; order and number of calls do not need one."""
+    exchange = exchange_of()
+    assert not merging(exchange).trace(*partials(exchange, 4)).jaxpr.effects
+
+
+@needs_peers
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_scan_over_layers(check_vma):
     exchange = exchange_of()
@@ -246,6 +253,22 @@ def test_scan_over_layers(check_vma):
     merged = mapped(exchange, step, check_vma=check_vma)(o, lse)
     for i in range(5):
         assert_merged(exchange, merged[:, i], (o * np.asarray(i + 1, o.dtype)).astype(o.dtype), lse)
+
+
+@needs_peers
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_results_differ_between_ranks_and_shard_map_knows(check_vma):
+    exchange = exchange_of()
+
+    def step(o, lse):
+        merged = exchange(Partial(o[0], lse[0], TWO))
+        return lax.psum(merged.astype(jnp.float32), "cp"), merged[None]
+
+    o, lse = partials(exchange, 4)
+    specs = {"in_specs": P("cp"), "out_specs": (P(), P("cp")), "check_vma": check_vma}
+    total, merged = jax.jit(jax.shard_map(step, mesh=exchange.mesh, **specs))(o, lse)
+    assert_merged(exchange, merged, o, lse)
+    np.testing.assert_allclose(total, np.asarray(merged).astype(np.float32).sum(0), rtol=1e-5, atol=1e-5)
 
 
 @needs_peers

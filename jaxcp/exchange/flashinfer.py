@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -83,7 +82,7 @@ class Engine:
         lse = lse_lib.sanitize(partial.lse)
         o = jnp.where(lse[..., None] > -jnp.inf, partial.o, 0)  # an empty row's payload may be NaN
         operands = (self._by_row(o).reshape(rows, spec.cp, spec.head_dim), self._by_row(lse).reshape(rows, spec.cp))
-        results = [jax.ShapeDtypeStruct((rows, spec.head_dim), partial.o.dtype)]
+        results = [((rows, spec.head_dim), partial.o.dtype)]
         number = self.workspace.number if self.workspace else -1
         (out,) = fused.custom_call(TARGET, results, operands, number, partial.base)
         return out.reshape(tokens, spec.heads_per_rank, spec.head_dim), None

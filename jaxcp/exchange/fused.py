@@ -82,9 +82,7 @@ class Engine:
             merged = lse_lib.merge(Partial(partial.o[None], partial.lse[None], partial.base))
             return merged.o, merged.lse if return_lse else None
         rows = (partial.o.shape[0], self.spec.heads_per_rank)
-        results = [jax.ShapeDtypeStruct((*rows, self.spec.head_dim), partial.o.dtype)]
-        if return_lse:
-            results.append(jax.ShapeDtypeStruct(rows, jnp.float32))
+        results = [((*rows, self.spec.head_dim), partial.o.dtype), (rows, jnp.float32)][: 1 + return_lse]
         number = self.workspace.number if self.workspace else -1
         merged = custom_call(TARGET, results, (partial.o, partial.lse), number, partial.base)
         return merged[0], merged[1] if return_lse else None
@@ -113,25 +111,31 @@ class Engine:
 
 
 def custom_call(
-    target: str, results: list[jax.ShapeDtypeStruct], operands: tuple[Array, Array], number: int, base: LogBase
+    target: str, results: list[tuple[tuple[int, ...], Any]], operands: tuple[Array, Array], number: int, base: LogBase
 ) -> tuple[Array, ...]:
     """Results of one call of `target`, in the program's order of exchanges.
 
+    JAX is not told of a side effect: that would cost each dispatch of the program some 200 us (no fast path), and what
+    it protects from is ruled out otherwise. No two calls are alike (`site`), the token orders them, and a call whose
+    results nobody wants is dropped on all ranks alike, because all ranks run one program.
+
     Args:
       target: FFI target.
-      results: the arrays it makes, without the token.
+      results: (shape, dtype) of the arrays it makes, without the token.
       operands: o and lse.
       number: of the exchange in this process; -1 for a program that is only compiled.
       base: of lse.
     """
-    token = jax.ShapeDtypeStruct((1,), jnp.uint32)
-    call = jax.ffi.ffi_call(target, [results[0], token, *results[1:]], has_side_effect=True)
+    first, *others = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results)
+    call = jax.ffi.ffi_call(target, [first, jax.ShapeDtypeStruct((1,), jnp.uint32), *others])
     attributes = {"exchange": np.int64(number), "site": np.int64(next(_sites)), "base": np.int64(BASES[base])}
     # Barriers: XLA:GPU fuses a call with slices of its operands or results, after which jax 0.11's runs the call twice.
     operands = lax.optimization_barrier(operands)
     first, token, *others = not_differentiable(target, call, attributes)(*operands, order.current())
     order.enter(token)
-    return lax.optimization_barrier((first, *others))
+    # shard_map takes an FFI call's results for the same on all ranks; they differ wherever the partials do.
+    axes = tuple(jax.typeof(operands[0]).manual_axis_type.varying)
+    return lax.pcast(lax.optimization_barrier((first, *others)), axes, to="varying")
 
 
 def not_differentiable(target: str, call: Callable[..., Any], attributes: dict[str, Any]) -> Callable[..., Any]:
