@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxcp.errors import invalid
@@ -51,7 +52,7 @@ class Topology:
         if isinstance(mesh, AbstractMesh):
             platform, kind = _abstract_device(mesh)
             return cls(axis_name, size, (), platform, kind, None)
-        by_rank = mesh.devices.swapaxes(mesh.axis_names.index(axis_name), -1).reshape(-1, size)
+        by_rank = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1).reshape(-1, size)
         groups = tuple(tuple(row) for row in by_rank)
         first = groups[0][0]
         return cls(axis_name, size, groups, first.platform, first.device_kind, _least_capability(groups))

@@ -109,7 +109,10 @@ def merge_packed(
     Returns:
       o [rows, dim] in `dtype`; lse [rows] float32 in `base`, or None.
     """
-    return _merge(_Problem(packed.shape[0], rows, dim, jnp.dtype(dtype), base, return_lse), [packed], cut, interpret)
+    problem = _Problem(packed.shape[0], rows, dim, jnp.dtype(dtype), base, return_lse)
+    # The same buffer twice: with one pointer the compiler asks for the thread's index, for which the loads of words
+    # wait, only after the loads of all LSEs; with two it does so before. That is the order for separate arrays too.
+    return _merge(problem, packed, packed, cut, interpret)
 
 
 def merge_separate(
@@ -121,7 +124,7 @@ def merge_separate(
     per_word = 4 // o.dtype.itemsize
     pairs = o.reshape(sources, -1, per_word) if per_word > 1 else o.reshape(sources, -1)
     words = lax.bitcast_convert_type(pairs, jnp.uint32)
-    return _merge(_Problem(sources, rows, dim, o.dtype, base, return_lse), [words, lse], cut, interpret)
+    return _merge(_Problem(sources, rows, dim, o.dtype, base, return_lse), words, lse, cut, interpret)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,22 +142,21 @@ class _Problem:
         return self.dim * self.dtype.itemsize // 4
 
 
-def _merge(p: _Problem, operands: Sequence[Array], cut: Tiling | None, interpret: Any) -> tuple[Array, Array | None]:
+def _merge(p: _Problem, rows: Array, lse: Array, cut: Tiling | None, interpret: Any) -> tuple[Array, Array | None]:
     if why := blocker(p.sources, p.rows, p.dim, p.dtype):
         raise ValueError(f"{NAME}: {why}")
     cut = cut or tiling(p.sources, p.rows, p.dim, p.dtype)
 
-    def lse_merge(*refs):
-        inputs, outputs = refs[: len(operands)], refs[len(operands) :]
+    def lse_merge(rows_ref, lse_ref, *outputs):
         starts = [(_first_block(cut) + b) * cut.block for b in range(cut.blocks)]
-        loaded = [_load(p, cut, inputs, start) for start in starts]
+        loaded = [_load(p, cut, rows_ref, lse_ref, start) for start in starts]
         for start, (lses, words) in zip(starts, loaded, strict=True):
             _merge_block(p, cut, start, lses, words, *outputs)
 
     # The outputs differ between the ranks of a shard_map as the inputs do.
-    array = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(operands[0]).manual_axis_type)
+    array = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(rows).manual_axis_type)
     out = [array((p.rows * p.row,), jnp.uint32)] + [array((p.rows,), jnp.float32)] * p.return_lse
-    words, *lse = plgpu.kernel(
+    words, *merged_lse = plgpu.kernel(
         lse_merge,
         out_type=tuple(out),
         grid=(p.rows * p.row // (cut.block * cut.blocks),),
@@ -165,9 +167,9 @@ def _merge(p: _Problem, operands: Sequence[Array], cut: Tiling | None, interpret
             unsafe_no_auto_barriers=True,  # safe: no memory is both read and written
         ),
         interpret=interpret,
-    )(*operands)
+    )(rows, lse)
     o = lax.bitcast_convert_type(words, p.dtype).reshape(p.rows, p.dim)
-    return o, lse[0] if p.return_lse else None
+    return o, merged_lse[0] if p.return_lse else None
 
 
 def _first_block(cut: Tiling):
@@ -175,17 +177,15 @@ def _first_block(cut: Tiling):
     return lax.axis_index("program") * cut.blocks
 
 
-def _load(p: _Problem, cut: Tiling, refs, start) -> tuple[list[list[Array]], list[Array]]:
+def _load(p: _Problem, cut: Tiling, rows_ref, lse_ref, start) -> tuple[list[list[Array]], list[Array]]:
     """LSEs by row and source, and the words of every source, of the block that begins at word `start`."""
-    first_row = start // p.row
-    row_count = max(1, cut.block // p.row)
-    if len(refs) == 1:  # packed
-        [packed] = refs
-        lses = [[lax.bitcast_convert_type(packed[i, p.rows * p.row + first_row + k], jnp.float32)
-                 for i in range(p.sources)] for k in range(row_count)]
+    first = start // p.row
+    if lse_ref.dtype == jnp.uint32:  # packed: after the rows of the same source
+        lse = lambda i, row: lax.bitcast_convert_type(lse_ref[i, p.rows * p.row + row], jnp.float32)  # noqa: E731
     else:
-        lses = [[refs[1][i, first_row + k] for i in range(p.sources)] for k in range(row_count)]
-    words = [plgpu.load(refs[0].at[i, pl.ds(start, cut.block)], layout=_layout(cut.block)) for i in range(p.sources)]
+        lse = lambda i, row: lse_ref[i, row]  # noqa: E731
+    lses = [[lse(i, first + k) for i in range(p.sources)] for k in range(max(1, cut.block // p.row))]
+    words = [plgpu.load(rows_ref.at[i, pl.ds(start, cut.block)], layout=_layout(cut.block)) for i in range(p.sources)]
     return lses, words
 
 

@@ -18,6 +18,7 @@ def ids(topology: Topology) -> list[list[int]]:
     ((2, 3), ("data", "cp"), [[0, 1, 2], [3, 4, 5]]),
     ((3, 2), ("cp", "data"), [[0, 2, 4], [1, 3, 5]]),
     ((2, 2, 2), ("data", "cp", "tp"), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ((2, 2, 2), ("cp", "data", "tp"), [[0, 4], [1, 5], [2, 6], [3, 7]]),
     ((2, 1), ("data", "cp"), [[0], [1]]),
 ])  # fmt: skip
 def test_groups_are_the_ranks_along_the_axis(shape, names, groups):

@@ -4,7 +4,6 @@ The profiler's kernel durations leave out dispatch, which costs tens of microsec
 """
 
 import collections
-import concurrent.futures
 import dataclasses
 import datetime
 import json
@@ -62,8 +61,7 @@ def device_times(programs: Sequence[Program], *, repeat: int = 50, warm_up: int 
     if (platform := jax.default_backend()) != "gpu":
         raise BackendError(f"device times: the profiler times kernels of GPUs only, and jax runs on {platform!r} here.")
     lowered = [_named(program.fn, f"measured_{i}").lower(*program.args) for i, program in enumerate(programs)]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = list(pool.map(lambda program: program.compile(), lowered))
+    compiled = [program.compile() for program in lowered]  # one by one: XLA times candidates on the device
     for fn, program in zip(compiled, programs, strict=True):
         _repeated(fn, program.args, warm_up)
     with tempfile.TemporaryDirectory() as folder:
