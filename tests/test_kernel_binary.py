@@ -10,8 +10,8 @@ import native_programs
 import pytest
 from native_programs import CSRC, NATIVE
 
-REGISTERS = {(2, 1): 64, (2, 2): 80, (4, 1): 80, (4, 2): 96, (8, 1): 96, (8, 2): 128, "general": 128}
-"""Most registers of a variant, by ranks and units in flight: what its resident blocks leave (Exchange::kBlocks)."""
+REGISTERS = {(2, 1): 64, (2, 2): 80, (4, 1): 80, (4, 2): 128, (8, 1): 128, (8, 2): 128, "general": 128}
+"""Most registers of a variant, by ranks and units in flight: what its resident warps leave (Exchange::kWarps)."""
 
 
 def tool(name: str) -> str:

@@ -9,16 +9,19 @@ namespace jaxcp::device {
 __device__ __forceinline__ uint4 load_input(const void* address) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
   return v;
 }
 
-// As one predicated instruction: around a branch, the compiler would merge such loads into one with an indexed destination,
-// and so put the whole array into local memory.
+// As one predicated instruction: around a branch, the compiler would merge such loads into one with an indexed
+// destination, and so put the whole array into local memory.
 __device__ __forceinline__ void load_input_if(bool wanted, uint4& v, const void* address) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n"
-               " @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(address), "r"(static_cast<uint32_t>(wanted)));
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n"
+      " @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(address), "r"(static_cast<uint32_t>(wanted)));
 }
 
 // Words of a workspace: strong at system scope, because another device reads or writes them while we do; relaxed,
@@ -26,12 +29,15 @@ __device__ __forceinline__ void load_input_if(bool wanted, uint4& v, const void*
 __device__ __forceinline__ uint4 load_system(const void* address) {
   uint4 v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
   return v;
 }
 __device__ __forceinline__ void store_system(void* address, uint4 v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
-               :: "l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 __device__ __forceinline__ uint32_t load_system_word(const void* address) {
   uint32_t v;
@@ -39,10 +45,10 @@ __device__ __forceinline__ uint32_t load_system_word(const void* address) {
   return v;
 }
 __device__ __forceinline__ void store_system_word(void* address, uint32_t v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(address), "r"(v) : "memory");
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
 }
 __device__ __forceinline__ void store_system_long(void* address, uint64_t v) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" :: "l"(address), "l"(v) : "memory");
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
 }
 
 // Words of Control: this device's blocks only.

@@ -1,9 +1,8 @@
 // Choice and launch of the exchange kernel's variants.
-#include "exchange.h"
-
 #include <algorithm>
 
 #include "exchange.cuh"
+#include "exchange.h"
 
 namespace jaxcp {
 namespace {
@@ -11,9 +10,8 @@ namespace {
 using Kernel = void (*)(Plan, ExchangeParams);
 
 Kernel choose(Dtype dtype, int cp, int dim) {
-  return device::with_variant(dtype, cp, dim, [](auto variant) -> Kernel {
-    return device::exchange_kernel<typename decltype(variant)::type>;
-  });
+  return device::with_variant(
+      dtype, cp, dim, [](auto variant) -> Kernel { return device::exchange_kernel<typename decltype(variant)::type>; });
 }
 
 }  // namespace
@@ -34,15 +32,16 @@ cudaError_t resident_blocks(const ExchangeParams& params, int* blocks) {
   const Kernel kernel = choose(params.dtype, params.cp, params.dim);
   int device = 0, multiprocessors = 0, each = 0;
   if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, 0); e != cudaSuccess) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+      e != cudaSuccess)
+    return e;
+  if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, 0); e != cudaSuccess)
+    return e;
   *blocks = each * multiprocessors;
   return cudaSuccess;
 }
 
-int useful_blocks(const ExchangeParams& params) {
-  return static_cast<int>(Plan::of(params, 0).schedule.items());
-}
+int useful_blocks(const ExchangeParams& params) { return static_cast<int>(Plan::of(params, 0).schedule.items()); }
 
 cudaError_t launch_exchange(const ExchangeParams& params, cudaStream_t stream) {
   int blocks = 0;

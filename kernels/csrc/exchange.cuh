@@ -1,60 +1,29 @@
 // The exchange as one kernel: sends this rank's partials to the ranks that keep their heads, merges what it keeps.
 //
 // The protocol and its correctness are protocol.h's. Here: how work maps to threads.
-// A group of lanes owns one row of the send list or of the receive list (plan.h). A lane keeps kUnits units of every source in flight, so a receive costs one memory latency after
-// the last word arrived. Nothing passes between warps but the block's next item.
+// A group of lanes owns one row of the send list or of the receive list (plan.h). A lane keeps kUnits units of every
+// source in flight, so a receive costs one memory latency after the last word arrived. Nothing passes between warps but
+// the block's next item.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include "access.cuh"
 #include "plan.h"
+#include "words.cuh"
 
 namespace jaxcp::device {
 
 constexpr unsigned kWarp = 0xFFFFFFFFu;
 constexpr int kPollsPerCheck = 64;  // about 25 us between looks at the clock
 
-struct BFloat16 {
-  __device__ static float2 unpack(uint32_t w) { return {__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)}; }
-  __device__ static uint32_t pack(float x, float y) {
-    const __nv_bfloat162 v = __floats2bfloat162_rn(x, y);
-    return reinterpret_cast<const uint32_t&>(v);
-  }
-};
-
-struct Float16 {
-  __device__ static float2 unpack(uint32_t w) { return __half22float2(reinterpret_cast<const __half2&>(w)); }
-  __device__ static uint32_t pack(float x, float y) {
-    const __half2 v = __floats2half2_rn(x, y);
-    return reinterpret_cast<const uint32_t&>(v);
-  }
-};
-
-__device__ __forceinline__ bool any_blank(uint4 v) {
-  return v.x == kBlank || v.y == kBlank || v.z == kBlank || v.w == kBlank;
-}
-__device__ __forceinline__ uint4 outgoing(uint4 v) {
-  return {jaxcp::outgoing(v.x), jaxcp::outgoing(v.y), jaxcp::outgoing(v.z), jaxcp::outgoing(v.w)};
-}
-__device__ __forceinline__ uint4 splat(uint32_t w) { return {w, w, w, w}; }
-// Weights need no subnormals; rounding to nearest is not needed either.
-__device__ __forceinline__ float power_of_two(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float sanitized(float lse) { return lse < INFINITY ? lse : -INFINITY; }
-
+// What a block knows of the running call.
 struct Call {
   uint32_t number;
   bool dead;
 };
 
 // Hide where a value comes from, so that what is derived from it is computed where it is used. Addresses hoisted out of
-// the polling loop would take two registers each, and with them half of the resident blocks; a test hoisted to a load would
-// wait for it there.
+// the polling loop would take two registers each, and with them half of the resident blocks; a test hoisted to a load
+// would wait for it there.
 template <class T>
 __device__ __forceinline__ T* fresh(T* pointer) {
   asm volatile("" : "+l"(pointer));
@@ -65,13 +34,15 @@ __device__ __forceinline__ uint32_t fresh(uint32_t word) {
   return word;
 }
 
-// kSources: ranks whose rows are in flight. kUnits: units in flight per lane and source. kGeneral: more ranks or longer rows
-// than that, in batches of ranks and chunks of rows; otherwise all loops over them are gone at compile time.
+// kSources: ranks whose rows are in flight. kUnits: units in flight per lane and source. kGeneral: more ranks or longer
+// rows than that, in batches of ranks and chunks of rows; otherwise all loops over them are gone at compile time.
 template <class Float, int kSources, int kUnits, bool kGeneral>
 class Exchange {
  public:
-  // Blocks per multiprocessor to leave registers for: 4 are taken per source and unit in flight.
-  static constexpr int kBlocks = kGeneral ? 4 : kSources * kUnits <= 2 ? 8 : kSources * kUnits <= 4 ? 6 : kSources * kUnits <= 8 ? 5 : 4;
+  // Warps per multiprocessor to leave registers for: 4 are taken per source and unit in flight.
+  static constexpr int kInFlight = kSources * kUnits;
+  static constexpr int kWarps = kGeneral || kInFlight > 4 ? 16 : kInFlight > 2 ? 24 : 32;
+  static constexpr int kBlocks = kWarps * 32 / kThreads;
 
   __device__ Exchange(const Plan& plan, const ExchangeParams& params)
       : plan(plan),
@@ -128,14 +99,17 @@ class Exchange {
     return call;
   }
   // Thread 0 draws a ticket; it is on its way until next() uses it.
-  __device__ uint32_t draw() const { return threadIdx.x == 0 ? ticket_of(add_device(&control->call_and_tickets, 1)) : 0; }
+  __device__ uint32_t draw() const {
+    return threadIdx.x == 0 ? ticket_of(add_device(&control->call_and_tickets, 1)) : 0;
+  }
 
   // The block's next item. The last ticket of a call ends the call for this device.
   __device__ uint32_t next(const Call& call, uint32_t ticket, int turn) const {
     __shared__ uint32_t items[2];  // alternating, so that one barrier is enough
     const bool more = plan.schedule.items() > gridDim.x;
     if (threadIdx.x == 0) {
-      if (ticket == plan.schedule.items() - 1) store_system_long(&control->call_and_tickets, first_of_call(call.number + 1));
+      if (ticket == plan.schedule.items() - 1)
+        store_system_long(&control->call_and_tickets, first_of_call(call.number + 1));
       items[turn & 1] = gridDim.x + ticket;
     }
     if (more) __syncthreads();
@@ -154,7 +128,8 @@ class Exchange {
     __device__ Input(const Exchange& x, uint32_t owner, uint32_t row) {
       const uint32_t token = x.plan.by_heads.quotient(row), head = row + (owner - token) * x.plan.by_heads.divisor;
       if (head >= x.plan.heads) return;
-      data = static_cast<const char*>(x.p.o) + kUnitBytes * (uint64_t{x.plan.o_token} * token + uint64_t{x.plan.o_head} * head);
+      data = static_cast<const char*>(x.p.o) +
+             kUnitBytes * (uint64_t{x.plan.o_token} * token + uint64_t{x.plan.o_head} * head);
       lse = __ldg(x.p.lse + (uint64_t{x.plan.lse_token} * token + uint64_t{x.plan.lse_head} * head));
     }
     __device__ const char* unit(const Exchange& x, uint32_t begin, int u) const { return data + x.offset(begin, u); }
@@ -165,8 +140,9 @@ class Exchange {
   __device__ uint32_t lanes() const { return 1u << group_shift(); }
   __device__ uint32_t chunk() const { return kUnits << group_shift(); }
 
-  // This lane's u-th unit of the chunk that begins at unit `begin`: whether it lies in the row, and its byte offset. Past the
-  // row's end the last unit is loaded again, but neither stored nor waited for: its owner may have blanked it already.
+  // This lane's u-th unit of the chunk that begins at unit `begin`: whether it lies in the row, and its byte offset.
+  // Past the row's end the last unit is loaded again, but neither stored nor waited for: its owner may have blanked it
+  // already.
   __device__ bool inside(uint32_t begin, int u) const {
     return (!kGeneral && u < kUnits - 1) || begin + (u << group_shift()) + lane < plan.units;
   }
@@ -177,7 +153,8 @@ class Exchange {
 
   // Bytes from the start of a workspace to what peer number `index` of its owner sends in a call.
   __device__ uint64_t data_at(uint32_t call, uint32_t index, uint32_t row) const {
-    return plan.data_begin + (call & 1) * plan.data_slot + uint64_t{plan.data_step} * index + uint64_t{plan.row_bytes} * row;
+    return plan.data_begin + (call & 1) * plan.data_slot + uint64_t{plan.data_step} * index +
+           uint64_t{plan.row_bytes} * row;
   }
   __device__ uint64_t lse_at(uint32_t call, uint32_t index, uint32_t row) const {
     return sizeof(Control) + (call & 1) * plan.lse_slot + uint64_t{plan.lse_step} * index + row * sizeof(float);
@@ -233,8 +210,8 @@ class Exchange {
     bool exists;
     Input self;
     uint32_t call = 0;
-    char *data, *lse;           // where the first peer's row lies in the workspace
-    float shift = 0, sum = 0;   // over all sources: max of LSEs, sum of base^(LSE - max)
+    char *data, *lse;          // where the first peer's row lies in the workspace
+    float shift = 0, sum = 0;  // over all sources: max of LSEs, sum of base^(LSE - max)
     float l[kSources];
     uint4 v[kSources][kUnits];
 
@@ -247,7 +224,8 @@ class Exchange {
 #pragma unroll
       for (int s = 0; s < kSources; ++s) {
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) load_input_if(first + s == x.plan.rank, v[s][u], self.data + x.offset(begin, u));
+        for (int u = 0; u < kUnits; ++u)
+          load_input_if(first + s == x.plan.rank, v[s][u], self.data + x.offset(begin, u));
       }
     }
 
@@ -333,11 +311,14 @@ class Exchange {
       if (since == 0) since = now;
       if (load_device_word(&x.control->dead) != 0) return true;
       if (now - since < x.p.timeout_ns) return false;
-      if (swap_device(&x.control->dead, 1) == 0) store_system_long(x.p.status, Expiry{true, static_cast<int>(peer), static_cast<int>(row), call}.packed());
+      if (swap_device(&x.control->dead, 1) == 0)
+        store_system_long(x.p.status, Expiry{true, static_cast<int>(peer), static_cast<int>(row), call}.packed());
       return true;
     }
 
-    __device__ float power(const Exchange& x, float of_lse) const { return power_of_two((of_lse - shift) * x.log2_base); }
+    __device__ float power(const Exchange& x, float of_lse) const {
+      return power_of_two((of_lse - shift) * x.log2_base);
+    }
     __device__ void raise_shift() {
 #pragma unroll
       for (int s = 0; s < kSources; ++s) shift = fmaxf(shift, l[s]);
@@ -400,12 +381,15 @@ class Exchange {
       }
     }
 
-    __device__ char* output(const Exchange& x) const { return static_cast<char*>(x.p.out) + uint64_t{x.plan.row_bytes} * row; }
+    __device__ char* output(const Exchange& x) const {
+      return static_cast<char*>(x.p.out) + uint64_t{x.plan.row_bytes} * row;
+    }
     __device__ void write(const Exchange& x, const float (&acc)[kUnits][8], uint32_t begin) const {
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         const float* a = acc[u];
-        const uint4 w = {Float::pack(a[0], a[1]), Float::pack(a[2], a[3]), Float::pack(a[4], a[5]), Float::pack(a[6], a[7])};
+        const uint4 w = {Float::pack(a[0], a[1]), Float::pack(a[2], a[3]), Float::pack(a[4], a[5]),
+                         Float::pack(a[6], a[7])};
         if (x.inside(begin, u)) *reinterpret_cast<uint4*>(output(x) + x.offset(begin, u)) = w;
       }
     }
@@ -420,7 +404,8 @@ class Exchange {
 };
 
 template <class Variant>
-__global__ void __launch_bounds__(kThreads, Variant::kBlocks) exchange_kernel(const __grid_constant__ Plan plan, const __grid_constant__ ExchangeParams params) {
+__global__ void __launch_bounds__(kThreads, Variant::kBlocks)
+    exchange_kernel(const __grid_constant__ Plan plan, const __grid_constant__ ExchangeParams params) {
   Variant(plan, params).run();
 }
 
@@ -437,8 +422,10 @@ auto with_variant(Dtype dtype, int cp, int dim, Visit visit) {
     using Float = typename decltype(number)::type;
     if (cp > 8 || dim > 512) return visit(Type<Exchange<Float, 8, 1, true>>());
     const bool wide = dim > 256;  // more than one unit per lane
-    if (cp == 2) return wide ? visit(Type<Exchange<Float, 2, 2, false>>()) : visit(Type<Exchange<Float, 2, 1, false>>());
-    if (cp <= 4) return wide ? visit(Type<Exchange<Float, 4, 2, false>>()) : visit(Type<Exchange<Float, 4, 1, false>>());
+    if (cp == 2)
+      return wide ? visit(Type<Exchange<Float, 2, 2, false>>()) : visit(Type<Exchange<Float, 2, 1, false>>());
+    if (cp <= 4)
+      return wide ? visit(Type<Exchange<Float, 4, 2, false>>()) : visit(Type<Exchange<Float, 4, 1, false>>());
     return wide ? visit(Type<Exchange<Float, 8, 2, false>>()) : visit(Type<Exchange<Float, 8, 1, false>>());
   };
   return dtype == Dtype::bfloat16 ? with(Type<BFloat16>()) : with(Type<Float16>());

@@ -11,7 +11,8 @@ namespace jaxcp {
 // while a peer spins is a deadlock.
 cudaError_t load_exchange();
 
-// Launches one call of one rank on the current device; nothing else happens on the host. `params` must satisfy problem().
+// Launches one call of one rank on the current device; nothing else happens on the host. `params` must satisfy
+// problem().
 cudaError_t launch_exchange(const ExchangeParams& params, cudaStream_t stream);
 
 // Blocks that the current device holds at once of the variant for `params`, and blocks that a call of it can use.

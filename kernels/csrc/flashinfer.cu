@@ -1,9 +1,8 @@
 // Launch of FlashInfer's kernel. Compile with -I flashinfer_shim -I <flashinfer>/data/include.
-#include "flashinfer.h"
-
 #include <algorithm>
-
 #include <flashinfer/comm/dcp_lse_reduce.cuh>
+
+#include "flashinfer.h"
 
 namespace jaxcp {
 namespace {
@@ -33,7 +32,8 @@ cudaError_t load_flashinfer() {
     for (const bool base_e : {false, true}) {
       for (const bool distributed : {false, true}) {
         cudaFuncAttributes attributes;
-        if (cudaError_t e = cudaFuncGetAttributes(&attributes, choose(dtype, base_e, distributed)); e != cudaSuccess) return e;
+        if (cudaError_t e = cudaFuncGetAttributes(&attributes, choose(dtype, base_e, distributed)); e != cudaSuccess)
+          return e;
       }
     }
   }
@@ -45,8 +45,12 @@ cudaError_t launch_flashinfer(const FlashInferParams& params, int grid_cap, cuda
   const size_t shared = params.cp * sizeof(float);
   int device = 0, multiprocessors = 0, each = 0;
   if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
-  if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, dcp::kFusedBlockSize, shared); e != cudaSuccess) return e;
+  if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+      e != cudaSuccess)
+    return e;
+  if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, dcp::kFusedBlockSize, shared);
+      e != cudaSuccess)
+    return e;
   int blocks = std::min(std::max(params.rows, params.cp), each * multiprocessors);
   if (grid_cap > 0) blocks = std::min(blocks, grid_cap);
 
@@ -56,8 +60,8 @@ cudaError_t launch_flashinfer(const FlashInferParams& params, int grid_cap, cuda
   size_t signals = dcp::kMetadataBytes, data = layout.zero_bytes(), slot_data = layout.slot_data();
   size_t lse = layout.lse_begin(), slot_lse = layout.slot_lse();
   int heads = 1;  // rows are flattened already
-  void* arguments[] = {&p.o, &p.lse, &p.workspace, &window, &signals, &data, &data, &slot_data, &lse, &lse, &slot_lse,
-                       &p.out, &p.rank, &p.cp, &p.rows, &p.capacity, &heads, &p.dim};
+  void* arguments[] = {&p.o, &p.lse,    &p.workspace, &window, &signals, &data,   &data,       &slot_data, &lse,
+                       &lse, &slot_lse, &p.out,       &p.rank, &p.cp,    &p.rows, &p.capacity, &heads,     &p.dim};
   return cudaLaunchCooperativeKernel(kernel, blocks, dcp::kFusedBlockSize, arguments, shared, stream);
 }
 

@@ -4,10 +4,10 @@
 // unmodified. Its waits have no end: a rank that does not come leaves the others spinning.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstddef>
 #include <cstdint>
-
-#include <cuda_runtime_api.h>
 
 #include "protocol.h"
 
@@ -33,11 +33,11 @@ constexpr size_t flashinfer_table(const FlashInferLayout& layout) { return (layo
 static_assert(FlashInferLayout{8, 512, 1024}.bytes() == 80 + 8421376);
 
 struct FlashInferParams {
-  const void* o;      // [rows, cp, dim], contiguous, 16-byte aligned
-  const float* lse;   // [rows, cp], contiguous
-  void* out;          // [rows, dim]
-  uint8_t* workspace;            // this rank's
-  uint8_t* const* workspaces;    // device array of cp addresses, by rank
+  const void* o;               // [rows, cp, dim], contiguous, 16-byte aligned
+  const float* lse;            // [rows, cp], contiguous
+  void* out;                   // [rows, dim]
+  uint8_t* workspace;          // this rank's
+  uint8_t* const* workspaces;  // device array of cp addresses, by rank
   int32_t rank, cp, rows, capacity, dim;
   Dtype dtype;
   Base base;

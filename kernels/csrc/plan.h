@@ -5,21 +5,21 @@
 
 namespace jaxcp {
 
-constexpr int kThreads = 128;  // of a block
+constexpr int kThreads = 256;  // of a block; figures in kernels/README.md
 
 // A group of lanes owns a row: the power of two next to its units, at most a warp.
 struct Plan {
   Schedule schedule;
-  Divider by_peers, by_heads;      // c - 1, heads per rank
-  uint32_t rank, heads, rows;      // rows: that each rank keeps
-  uint32_t group_shift;            // log2 of the lanes per row
-  uint32_t units;                  // of 16 bytes per row
+  Divider by_peers, by_heads;  // c - 1, heads per rank
+  uint32_t rank, heads, rows;  // rows: that each rank keeps
+  uint32_t group_shift;        // log2 of the lanes per row
+  uint32_t units;              // of 16 bytes per row
   uint32_t row_bytes;
-  uint32_t data_step, lse_step;    // bytes between the rows of two sources
-  uint32_t o_token, o_head;        // strides of o in units
-  uint32_t lse_token, lse_head;    // strides of lse in elements
-  uint64_t data_begin;             // byte offset in a workspace
-  uint64_t data_slot, lse_slot;    // bytes between two slots
+  uint32_t data_step, lse_step;  // bytes between the rows of two sources
+  uint32_t o_token, o_head;      // strides of o in units
+  uint32_t lse_token, lse_head;  // strides of lse in elements
+  uint64_t data_begin;           // byte offset in a workspace
+  uint64_t data_slot, lse_slot;  // bytes between two slots
 
   static Plan of(const ExchangeParams& p, uint32_t blocks) {
     const Layout layout = p.layout();

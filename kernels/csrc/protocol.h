@@ -5,46 +5,49 @@
 // MATHS. c ranks attend with all H heads over their own keys and hold partials (o [tokens, H, dim], lse [tokens, H]).
 // Rank r keeps h = ceil(H / c) heads: row i of token t on rank r is head r h + i. With l_i the LSEs of the c sources of
 // a row (NaN and +inf count as -inf, "no key seen"), b the base, and sums in source order 0 .. c-1 on every rank:
-//     m = max_i l_i (0 if all are -inf)   w_i = b^(l_i - m)   s = sum_i w_i   out = sum_i o_i w_i / s   lse = m + log_b s
-// w_i = 0 selects 0 instead of multiplying; s = 0 gives (0, -inf). jaxcp/lse.py defines this; everything here repeats it.
+//     m = max_i l_i, or 0 if all are -inf     w_i = b^(l_i - m)     s = sum_i w_i
+//     out = sum_i o_i w_i / s                 lse = m + log_b s
+// w_i = 0 selects 0 instead of multiplying; s = 0 gives (0, -inf). jaxcp/lse.py defines this; it is repeated here.
 //
-// TRANSPORT. A sender stores each row into the receiver's workspace, 16 bytes per thread, in place of nothing: no
-// fence, no flag, no acknowledgement. A word that no one has written holds kBlank, and a receiver polls the very words
-// that it is about to use until none of them is blank. So every 32-bit word carries its own readiness, and nothing is
-// assumed about the order or the tearing of stores beyond the atomicity of an aligned 32-bit word (lines, 16-byte
-// units or their halves may arrive in any order: test_exchange.cu "tearing"). kBlank is a NaN in either 16-bit
-// format, one that arithmetic does not produce; a sender that meets it in its input sends another NaN instead, so no
-// number and no zero's sign is ever changed (test "nan payload"). LSEs are sanitised before they are sent and are
-// never blank. The receiver writes kBlank back into each word that it consumed. The self contribution never travels.
+// TRANSPORT. A sender stores its rows straight into the receivers' workspaces, 16 bytes per thread: no fence, no flag,
+// no acknowledgement. A word that no one has written holds kBlank, and a receiver polls the very words that it is about
+// to use until none of them is blank. So every 32-bit word carries its own readiness, and nothing is assumed about the
+// order or the tearing of stores beyond the atomicity of an aligned 32-bit word: lines, 16-byte units and their halves
+// may arrive in any order (case "tearing"). kBlank is a pair of NaNs in either 16-bit format that arithmetic does not
+// produce; a sender that meets it in its input sends other NaNs instead, so no number and no zero's sign is ever
+// changed (case "table"). LSEs are sanitised before they are sent and are never blank. The receiver writes kBlank back
+// into each word that it consumed. The self contribution never travels.
 //
 // SLOTS. Call n uses slot n mod 2. Claim: when p writes a word into slot n mod 2 at q in call n + 2, that word is blank
 // at q, and q has finished reading it. Proof: p's kernel n + 2 starts after p's kernel n + 1 ended (stream order).
 // That one ended because every word q owed it in call n + 1 had arrived. q stored those in kernel n + 1, which started
-// after q's kernel n had ended, with all its reads of the slot and all its blanks written. Each arrow is a kernel boundary
-// (which orders at system scope, and where the fence's cost is hidden) or a value read from its store, so the
+// after q's kernel n had ended, with all its reads of the slot and all its blanks written. Each arrow is a kernel
+// boundary (which orders at system scope, and where the fence's cost is hidden) or a value read from its store, so the
 // blank precedes p's store in the word's coherence order. One slot is not enough: p may store for n + 1 while q
 // still reads n. tests/test_protocol_model.py runs through all interleavings: one slot fails, two slots hold, and two
 // slots fail if blanks are left out, if a rank waits for no one, or if the slot does not alternate at the wrap.
-// The proof needs every rank to wait for every peer in every call. A row without a head (r h + i >= H) therefore travels
-// as its LSE alone, -inf, and its receiver writes (0, -inf) once all have come.
+// The proof needs every rank to wait for every peer in every call. A row without a head (r h + i >= H) therefore
+// travels as its LSE alone, -inf, and its receiver writes (0, -inf) once all have come.
 //
-// CALL NUMBER. 32 bits in device memory, because a captured launch is replayed without its host. It chooses the slot and
-// names the call in a status, and never travels, so its wrap (2^32 is even) and a repeated value are harmless.
-// One 64-bit word holds {call, tickets}. Each block adds one ticket per work item it begins; whoever draws the last one
-// knows that every block has read the call number, and writes {call + 1, 0}. No block publishes a number that another
-// has yet to read, and there is no barrier over the grid.
+// CALL NUMBER. 32 bits in device memory, because a captured launch is replayed without its host. It chooses the slot
+// and names the call in a status, and never travels, so its wrap (2^32 is even) and a repeated value are harmless
+// (case "call_numbers"). One 64-bit word holds {call, tickets}. Each block adds one ticket per work item it begins;
+// whoever draws the last one knows that every block has read the call number, and writes {call + 1, 0}. No block
+// publishes a number that another has yet to read, and there is no barrier over the grid.
 //
-// FORWARD PROGRESS without a cooperative launch. Sends never wait. Each rank takes its items in an order (schedule.h) in which
-// receive j comes after all sends that feed receive j of any peer. Of all blocked receives of all ranks take the one with the
-// lowest j: in each peer's order, only sends and receives below j precede the sends that it waits for, so these are
-// begun, and end. The first item of a block is its index, so that inputs load while the call number is on its way: this
-// needs blocks to start in index order, or all blocks of a launch to start some time; launches are capped at what the
-// device holds at once, so that either suffices. Later items are drawn by ticket.
+// FORWARD PROGRESS without a cooperative launch. Sends never wait. Each rank takes its items in an order (schedule.h)
+// in which receive j comes after all sends that feed receive j of any peer. Of all blocked receives of all ranks take
+// the one with the lowest j: in each peer's order, only sends and receives below j precede the sends that it waits for,
+// so these are begun, and end. The first item of a block is its index, so that inputs load while the call number is on
+// its way: this needs blocks to start in index order, or all blocks of a launch to start some time; launches are capped
+// at what the device holds at once, so that either suffices. Later items are drawn by ticket.
 //
 // BOUNDED WAITS. A wait that outlasts timeout_ns marks the workspace dead, reports {peer, row, call} in host-mapped
 // memory, fills its rows with NaN and goes on; the other waits of the rank see the mark and end likewise. A call on a
 // dead workspace sends nothing, fills its output with NaN and returns at once, until a collective reset has blanked all
-// workspaces. (Tests: "absent", "late".) Ranks that call with different row counts, or skip a call, end here too.
+// workspaces (cases "absent" and "late"). Ranks that call with different row counts, or skip a call, end here too.
+//
+// The cases are those of tests/native, which tests/test_kernel_ranks.py runs on one GPU.
 #pragma once
 
 #include <cstddef>
@@ -61,11 +64,11 @@ namespace jaxcp {
 
 constexpr int kMaxRanks = 64;
 constexpr int kSlots = 2;
-constexpr int kUnitBytes = 16;                  // what one thread moves at a time; a row is a whole number of them
-constexpr int kMaxRows = 1 << 24;               // per rank and call: Status has 24 bits for a row
-constexpr uint32_t kBlank = 0xFFFFFFFFu;        // a word that no one has written
-constexpr uint32_t kBlankInput = 0x7FFF7FFFu;   // what is sent for an input word equal to kBlank: also two NaNs
-constexpr uint32_t kVersion = 1;                // of layout and transport; part of the fingerprint that ranks agree on
+constexpr int kUnitBytes = 16;                 // what one thread moves at a time; a row is a whole number of them
+constexpr int kMaxRows = 1 << 24;              // per rank and call: Status has 24 bits for a row
+constexpr uint32_t kBlank = 0xFFFFFFFFu;       // a word that no one has written
+constexpr uint32_t kBlankInput = 0x7FFF7FFFu;  // what is sent for an input word equal to kBlank: also two NaNs
+constexpr uint32_t kVersion = 1;               // of layout and transport; part of the fingerprint that ranks agree on
 
 enum class Dtype : int32_t { bfloat16 = 0, float16 = 1 };
 enum class Base : int32_t { two = 0, e = 1 };
@@ -110,9 +113,7 @@ struct Layout {
   JAXCP_HD constexpr size_t data(uint32_t call, int source, int owner, int r) const {
     return data_begin() + row(call, source, owner, r) * static_cast<size_t>(row_bytes);
   }
-  JAXCP_HD constexpr size_t bytes() const {
-    return data_begin() + kSlots * rows() * static_cast<size_t>(row_bytes);
-  }
+  JAXCP_HD constexpr size_t bytes() const { return data_begin() + kSlots * rows() * static_cast<size_t>(row_bytes); }
 };
 // 32 tokens x 16 heads, 8 ranks, 512 x 16 bit: 128 + 2*7*512*4 + 2*7*512*1024.
 static_assert(Layout{8, 512, 1024}.bytes() == 128 + 28672 + 7340032);
@@ -141,19 +142,19 @@ static_assert(Expiry::unpacked(Expiry{true, 63, kMaxRows - 1, 0xFFFFFFFEu}.packe
 
 // One call of one rank.
 struct ExchangeParams {
-  const void* o;      // [tokens, heads, dim], unit stride in dim; row starts on 16 bytes
-  const float* lse;   // [tokens, heads]
-  void* out;          // [tokens, heads_per_rank, dim], contiguous, 16-byte aligned
-  float* out_lse;     // [tokens, heads_per_rank], contiguous; or null
+  const void* o;     // [tokens, heads, dim], unit stride in dim; row starts on 16 bytes
+  const float* lse;  // [tokens, heads]
+  void* out;         // [tokens, heads_per_rank, dim], contiguous, 16-byte aligned
+  float* out_lse;    // [tokens, heads_per_rank], contiguous; or null
   int64_t o_token_stride, o_head_stride, lse_token_stride, lse_head_stride;  // elements
   int32_t tokens, heads, heads_per_rank, dim;
   Dtype dtype;
-  Base base;          // of lse and out_lse
+  Base base;  // of lse and out_lse
   int32_t rank, cp;
-  int32_t capacity;   // M, the same on all ranks
-  int32_t grid_cap;   // most blocks to launch; 0: what the device holds at once
+  int32_t capacity;  // M, the same on all ranks
+  int32_t grid_cap;  // most blocks to launch; 0: what the device holds at once
   uint64_t timeout_ns;
-  uint64_t* status;   // device address of the host-mapped word, see Expiry
+  uint64_t* status;                // device address of the host-mapped word, see Expiry
   uint8_t* workspaces[kMaxRanks];  // by rank, as this device addresses them; 128-byte aligned
 
   JAXCP_HD constexpr Layout layout() const { return {cp, capacity, dim * 2}; }
@@ -172,7 +173,8 @@ inline const char* problem(const ExchangeParams& p) {
   if (p.heads_per_rank != (p.heads + p.cp - 1) / p.cp) return "heads_per_rank must be ceil(heads / cp)";
   if (static_cast<int64_t>(p.tokens) * p.heads_per_rank > p.capacity) return "more rows than the workspace holds";
   if (p.capacity >= kMaxRows) return "capacity must be below 2^24 rows";
-  if (static_cast<int64_t>(p.capacity) * p.layout().row_bytes >= int64_t{1} << 32) return "capacity must be below 4 GiB per source";
+  if (static_cast<int64_t>(p.capacity) * p.layout().row_bytes >= int64_t{1} << 32)
+    return "capacity must be below 4 GiB per source";
   for (const int64_t stride : {p.o_token_stride, p.o_head_stride, p.lse_token_stride, p.lse_head_stride}) {
     if (stride < 0 || stride >= int64_t{1} << 31) return "strides must be 0 .. 2^31 - 1 elements";
   }
@@ -181,7 +183,8 @@ inline const char* problem(const ExchangeParams& p) {
   if (misaligned(p.lse, 4) || misaligned(p.out_lse, 4)) return "lse must be 4-byte aligned";
   if (p.timeout_ns == 0 || p.status == nullptr) return "a time-out and a status word are required";
   for (int rank = 0; rank < p.cp; ++rank) {
-    if (p.workspaces[rank] == nullptr || misaligned(p.workspaces[rank], 128)) return "workspaces must be 128-byte aligned";
+    if (p.workspaces[rank] == nullptr || misaligned(p.workspaces[rank], 128))
+      return "workspaces must be 128-byte aligned";
   }
   return nullptr;
 }

@@ -1,10 +1,10 @@
 // Order of work in one exchange call: which item is the t-th.
 //
 // An item is a block's worth of rows to send, or to receive and merge. Row q of the send list goes to destination
-// (rank + 1 + q mod (c - 1)) mod c, so that the ranks never aim at one receiver together, and is row q div (c - 1) there.
-// The first `lead` items are sends; then c - 1 sends and one receive alternate; then come the receives that are left.
-// Receive j uses rows of the sends below (j + 1)(c - 1), and at least as many sends precede it: the order that the
-// progress argument of protocol.h needs (tests/native/schedule_test.cc checks it for many sizes).
+// (rank + 1 + q mod (c - 1)) mod c, so that the ranks never aim at one receiver together, and is row q div (c - 1)
+// there. The first `lead` items are sends; then c - 1 sends and one receive alternate; then come the receives that are
+// left. Receive j uses rows of the sends below (j + 1)(c - 1), and at least as many sends precede it: the order that
+// the progress argument of protocol.h needs (tests/native/schedule_test.cc checks it for many sizes).
 #pragma once
 
 #include "protocol.h"
@@ -43,7 +43,8 @@ struct Schedule {
   static constexpr Schedule of(uint32_t rows, uint32_t rows_per_item, uint32_t peers, uint32_t lead) {
     const uint32_t sends = (rows * peers + rows_per_item - 1) / rows_per_item;
     lead = lead < sends ? lead : sends;
-    return {peers, sends, (rows + rows_per_item - 1) / rows_per_item, lead, (sends - lead) / peers, Divider::of(peers + 1)};
+    return {
+        peers, sends, (rows + rows_per_item - 1) / rows_per_item, lead, (sends - lead) / peers, Divider::of(peers + 1)};
   }
 
   JAXCP_HD constexpr uint32_t items() const { return sends + receives; }

@@ -8,8 +8,8 @@
 
 namespace jaxcp::test {
 
-// What rows hold. `special` mixes in empty shards with NaN payloads, NaN and +inf LSEs, rows that are empty everywhere, and
-// words equal to kBlank in shards that count.
+// What rows hold. `special` mixes in empty shards with NaN payloads, NaN and +inf LSEs, rows that are empty everywhere,
+// and words equal to kBlank in shards that count.
 enum class Fill { normal, special };
 
 __host__ __device__ inline uint32_t mixed(uint64_t x) {
@@ -18,7 +18,9 @@ __host__ __device__ inline uint32_t mixed(uint64_t x) {
   return static_cast<uint32_t>(x >> 31);
 }
 
-__device__ inline float value(uint64_t seed, uint64_t index) { return static_cast<int32_t>(mixed(seed * 0x9E3779B97F4A7C15ull + index)) * 0x1p-30f; }
+__device__ inline float value(uint64_t seed, uint64_t index) {
+  return static_cast<int32_t>(mixed(seed * 0x9E3779B97F4A7C15ull + index)) * 0x1p-30f;
+}
 
 __device__ inline uint16_t narrow(float x, Dtype dtype) {
   return dtype == Dtype::bfloat16 ? __bfloat16_as_ushort(__float2bfloat16_rn(x)) : __half_as_ushort(__float2half_rn(x));
@@ -53,8 +55,8 @@ struct Judgement {
   double worst;  // error over tolerance
 };
 
-// Counts elements of out [rows, dim] and lse [rows] (may be null) of rank `owner` that differ from the float64 merge of all
-// ranks' inputs by more than one step of the dtype plus 1e-5 of the terms' magnitude. A block per row.
+// Counts elements of out [rows, dim] and lse [rows] (may be null) of rank `owner` that differ from the float64 merge of
+// all ranks' inputs by more than one step of the dtype plus 1e-5 of the terms' magnitude. A block per row.
 struct Inputs {
   const uint16_t* o[kMaxRanks];
   const float* lse[kMaxRanks];
@@ -89,16 +91,21 @@ __global__ void judge_rows(Inputs in, const uint16_t* out, const float* out_lse,
     }
     const double got = widen(out[static_cast<int64_t>(row) * dim + d], dtype);
     const double step = dtype == Dtype::bfloat16 ? 0x1p-8 : 0x1p-10;
-    if (isnan(expected)) report(isnan(got) ? 0 : 1, 0.5);
-    else report(isnan(got) ? INFINITY : fabs(got - expected), step * fabs(expected) + 1e-5 * magnitude + 0x1p-24);
+    if (isnan(expected))
+      report(isnan(got) ? 0 : 1, 0.5);
+    else
+      report(isnan(got) ? INFINITY : fabs(got - expected), step * fabs(expected) + 1e-5 * magnitude + 0x1p-24);
   }
   if (out_lse == nullptr || threadIdx.x != 0) return;
   const double expected = s > 0 ? m + log(s) / ln : -INFINITY;
-  if (expected == -INFINITY) report(out_lse[row] == -INFINITY ? 0 : 1, 0.5);
-  else report(isnan(out_lse[row]) ? INFINITY : fabs(out_lse[row] - expected), 1e-5 * (1 + fabs(expected)));
+  if (expected == -INFINITY)
+    report(out_lse[row] == -INFINITY ? 0 : 1, 0.5);
+  else
+    report(isnan(out_lse[row]) ? INFINITY : fabs(out_lse[row] - expected), 1e-5 * (1 + fabs(expected)));
 }
 
-__global__ void count_differences(const uint32_t* a, const uint32_t* b, int64_t words, unsigned long long* differences) {
+__global__ void count_differences(const uint32_t* a, const uint32_t* b, int64_t words,
+                                  unsigned long long* differences) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < words; i += int64_t{gridDim.x} * blockDim.x) {
     if (a[i] != b[i]) atomicAdd(differences, 1ull);
   }

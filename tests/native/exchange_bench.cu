@@ -85,8 +85,10 @@ double kernel_time(const Ranks& ranks, const char* name, Launch launch) {
 }
 
 void report(const char* kernel, const Ranks& ranks, int tokens, double kernel_us, double cadence_us) {
-  std::printf("{\"kernel\": \"%s\", \"cp\": %d, \"tokens\": %d, \"heads_per_rank\": %d, \"dim\": %d, \"kernel_us\": %.2f, \"cadence_us\": %.2f}\n", kernel,
-              ranks.shape.cp, tokens, ranks.shape.heads_per_rank(), ranks.shape.dim, kernel_us, cadence_us);
+  std::printf(
+      "{\"kernel\": \"%s\", \"cp\": %d, \"tokens\": %d, \"heads_per_rank\": %d, \"dim\": %d, \"kernel_us\": %.2f, "
+      "\"cadence_us\": %.2f}\n",
+      kernel, ranks.shape.cp, tokens, ranks.shape.heads_per_rank(), ranks.shape.dim, kernel_us, cadence_us);
   std::fflush(stdout);
 }
 

@@ -1,5 +1,5 @@
-// FlashInfer's kernel through our launcher, on simulated ranks: the second opinion. Its waits have no end, so the caller of
-// this program bounds it.
+// FlashInfer's kernel through our launcher, on simulated ranks: the second opinion. Its waits have no end, so the
+// caller of this program bounds it.
 #include "flashinfer_ranks.cuh"
 
 int main() {

@@ -7,7 +7,8 @@
 namespace jaxcp::test {
 
 // [tokens, cp * h, dim] -> [tokens, h, cp, dim], the order that the kernel reads; lse likewise. A block per row.
-__global__ void reorder(const uint16_t* o, const float* lse, uint16_t* to_o, float* to_lse, int cp, int heads_per_rank, int dim) {
+__global__ void reorder(const uint16_t* o, const float* lse, uint16_t* to_o, float* to_lse, int cp, int heads_per_rank,
+                        int dim) {
   const int heads = cp * heads_per_rank, token = blockIdx.x / heads, head = blockIdx.x % heads;
   const int64_t to = int64_t{token} * heads + head % heads_per_rank * cp + head / heads_per_rank;
   for (int d = threadIdx.x; d < dim; d += blockDim.x) to_o[to * dim + d] = o[int64_t{blockIdx.x} * dim + d];
@@ -36,14 +37,25 @@ class FlashInferRanks {
   }
   // The copy that the kernel's input order costs.
   void take_input(int rank, int tokens) const {
-    reorder<<<tokens * ranks.shape.heads, 128, 0, ranks.streams[rank]>>>(ranks.o[rank].get(), ranks.lse[rank].get(), o_[rank].get(), lse_[rank].get(),
-                                                                        ranks.shape.cp, ranks.shape.heads_per_rank(), ranks.shape.dim);
+    reorder<<<tokens * ranks.shape.heads, 128, 0, ranks.streams[rank]>>>(
+        ranks.o[rank].get(), ranks.lse[rank].get(), o_[rank].get(), lse_[rank].get(), ranks.shape.cp,
+        ranks.shape.heads_per_rank(), ranks.shape.dim);
   }
 
   void launch(int rank, int tokens) const {
     const Shape& s = ranks.shape;
-    const FlashInferParams p{o_[rank].get(), lse_[rank].get(), ranks.out[rank].get(), workspaces_[rank].get(), table_.get(),
-                             rank, s.cp, tokens * s.heads_per_rank(), layout_.capacity, s.dim, s.dtype, s.base};
+    const FlashInferParams p{o_[rank].get(),
+                             lse_[rank].get(),
+                             ranks.out[rank].get(),
+                             workspaces_[rank].get(),
+                             table_.get(),
+                             rank,
+                             s.cp,
+                             tokens * s.heads_per_rank(),
+                             layout_.capacity,
+                             s.dim,
+                             s.dtype,
+                             s.base};
     if (const char* why = problem(p)) throw std::runtime_error(why);
     CHECK(launch_flashinfer(p, kResident / s.cp, ranks.streams[rank]));
   }

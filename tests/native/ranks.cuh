@@ -1,12 +1,14 @@
 // The ranks of an exchange simulated on one GPU: a workspace, a stream and buffers each, and a table of peers.
 //
-// The ranks' kernels must be on the device together. Each launch is capped at the rank's share of the blocks that fit, and
-// CUDA_DEVICE_MAX_CONNECTIONS=32 gives each stream a queue of its own; main() sets it before CUDA starts. With more
+// The ranks' kernels must be on the device together. Each launch is capped at the rank's share of the blocks that fit,
+// and CUDA_DEVICE_MAX_CONNECTIONS=32 gives each stream a queue of its own; main() sets it before CUDA starts. With more
 // than 32 ranks, and under a sanitizer, which runs kernels one after the other, all ranks are one grid.
 #pragma once
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -49,9 +51,24 @@ struct Shape {
   Layout layout() const { return {cp, tokens * heads_per_rank(), dim * 2}; }
 };
 
+inline const Shape kUsual{8, 8, 64, 512};  // 8 ranks, 8 heads each
+
+inline std::string describe(const Shape& s, int tokens) {
+  return "cp " + std::to_string(s.cp) + ", tokens " + std::to_string(tokens) + ", heads " + std::to_string(s.heads) +
+         ", dim " + std::to_string(s.dim) + (s.dtype == Dtype::bfloat16 ? ", bf16" : ", f16") +
+         (s.base == Base::two ? ", base 2" : ", base e");
+}
+
+inline double seconds(const std::function<void()>& action) {
+  const auto begin = std::chrono::steady_clock::now();
+  action();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
 // All ranks as one grid: rank blockIdx.y.
 template <class Variant>
-__global__ void __launch_bounds__(kThreads, Variant::kBlocks) all_ranks_kernel(Plan plan, const ExchangeParams* params) {
+__global__ void __launch_bounds__(kThreads, Variant::kBlocks)
+    all_ranks_kernel(Plan plan, const ExchangeParams* params) {
   plan.rank = blockIdx.y;
   Variant(plan, params[blockIdx.y]).run();
 }
@@ -73,14 +90,15 @@ class Ranks {
  public:
   const Shape shape;
   Mode mode;
-  uint64_t timeout_ns = 5'000'000'000;
+  uint64_t timeout_ns = 2'000'000'000;
   bool with_lse = true;
   const std::vector<cudaStream_t>& streams;
   std::vector<Buffer<uint16_t>> o, out;
   std::vector<Buffer<float>> lse, out_lse;
   std::vector<Buffer<uint8_t>> workspaces;
 
-  explicit Ranks(const Shape& s) : shape(s), mode(default_mode(s.cp)), streams(stream_pool()), all_(s.cp), counter_(1), verdict_(1) {
+  explicit Ranks(const Shape& s)
+      : shape(s), mode(default_mode(s.cp)), streams(stream_pool()), all_(s.cp), counter_(1), verdict_(1) {
     const size_t rows = static_cast<size_t>(s.tokens) * s.heads, kept = s.layout().capacity;
     CHECK(cudaHostAlloc(&status_, s.cp * sizeof(uint64_t), cudaHostAllocMapped));
     CHECK(cudaHostGetDevicePointer(reinterpret_cast<void**>(&status_on_device_), status_, 0));
@@ -146,7 +164,8 @@ class Ranks {
   void fill(uint64_t seed, Fill fill = Fill::normal) {
     wait();
     for (int rank = 0; rank < shape.cp; ++rank) {
-      fill_rows<<<shape.tokens * shape.heads, 128, 0, streams[rank]>>>(o[rank].get(), lse[rank].get(), shape.dim, shape.dtype, fill, seed, rank);
+      fill_rows<<<shape.tokens * shape.heads, 128, 0, streams[rank]>>>(o[rank].get(), lse[rank].get(), shape.dim,
+                                                                       shape.dtype, fill, seed, rank);
     }
     wait();
   }
@@ -165,12 +184,14 @@ class Ranks {
     for (int rank = 0; rank < shape.cp; ++rank) in.o[rank] = o[rank].get(), in.lse[rank] = lse[rank].get();
     CHECK(cudaMemset(verdict_.get(), 0, sizeof(Judgement)));
     for (int rank = 0; rank < shape.cp; ++rank) {
-      judge_rows<<<tokens * shape.heads_per_rank(), 128>>>(in, outputs[rank].get(), with_lse && &outputs == &out ? out_lse[rank].get() : nullptr, shape.cp,
-                                                            shape.heads, shape.heads_per_rank(), shape.dim, shape.dtype, shape.base, rank, verdict_.get());
+      judge_rows<<<tokens * shape.heads_per_rank(), 128>>>(
+          in, outputs[rank].get(), with_lse && &outputs == &out ? out_lse[rank].get() : nullptr, shape.cp, shape.heads,
+          shape.heads_per_rank(), shape.dim, shape.dtype, shape.base, rank, verdict_.get());
     }
     Judgement verdict;
     CHECK(cudaMemcpy(&verdict, verdict_.get(), sizeof verdict, cudaMemcpyDeviceToHost));
-    expect(verdict.wrong == 0, what + ": " + std::to_string(verdict.wrong) + " wrong elements, one off by " + std::to_string(verdict.worst) + " tolerances");
+    expect(verdict.wrong == 0, what + ": " + std::to_string(verdict.wrong) + " wrong elements, one off by " +
+                                   std::to_string(verdict.worst) + " tolerances");
     for (int rank = 0; rank < shape.cp; ++rank) expect(!expiry(rank).expired, what + ": no expired wait");
   }
 
@@ -188,7 +209,9 @@ class Ranks {
   void compare(int tokens, const std::vector<Buffer<uint16_t>>& expected) {
     const int64_t words = int64_t{tokens} * shape.heads_per_rank() * shape.dim / 2;
     for (int rank = 0; rank < shape.cp; ++rank) {
-      count_differences<<<64, 256, 0, streams[rank]>>>(reinterpret_cast<uint32_t*>(out[rank].get()), reinterpret_cast<uint32_t*>(expected[rank].get()), words, counter_.get());
+      count_differences<<<64, 256, 0, streams[rank]>>>(reinterpret_cast<uint32_t*>(out[rank].get()),
+                                                       reinterpret_cast<uint32_t*>(expected[rank].get()), words,
+                                                       counter_.get());
     }
   }
   unsigned long long differences() {
@@ -208,16 +231,19 @@ class Ranks {
   void set_call_number(uint32_t call) {
     wait();
     const uint64_t word = first_of_call(call);
-    for (const auto& workspace : workspaces) CHECK(cudaMemcpy(workspace.get(), &word, sizeof word, cudaMemcpyHostToDevice));
+    for (const auto& workspace : workspaces)
+      CHECK(cudaMemcpy(workspace.get(), &word, sizeof word, cudaMemcpyHostToDevice));
     wait();
   }
 
  private:
   void call_as_one_grid(const std::vector<ExchangeParams>& all) {
-    CHECK(cudaMemcpyAsync(all_.get(), all.data(), all.size() * sizeof(ExchangeParams), cudaMemcpyHostToDevice, streams[0]));
+    CHECK(cudaMemcpyAsync(all_.get(), all.data(), all.size() * sizeof(ExchangeParams), cudaMemcpyHostToDevice,
+                          streams[0]));
     const int blocks = std::min(all[0].grid_cap, useful_blocks(all[0]));
     device::with_variant(shape.dtype, shape.cp, shape.dim, [&](auto variant) {
-      all_ranks_kernel<typename decltype(variant)::type><<<dim3(blocks, shape.cp), kThreads, 0, streams[0]>>>(Plan::of(all[0], blocks), all_.get());
+      all_ranks_kernel<typename decltype(variant)::type>
+          <<<dim3(blocks, shape.cp), kThreads, 0, streams[0]>>>(Plan::of(all[0], blocks), all_.get());
     });
     CHECK(cudaGetLastError());
     CHECK(cudaStreamSynchronize(streams[0]));

@@ -12,7 +12,8 @@ namespace {
 
 void expect(bool condition, const char* what, uint64_t a, uint64_t b) {
   if (condition) return;
-  std::printf("FAILED: %s (%llu, %llu)\n", what, static_cast<unsigned long long>(a), static_cast<unsigned long long>(b));
+  std::printf("FAILED: %s (%llu, %llu)\n", what, static_cast<unsigned long long>(a),
+              static_cast<unsigned long long>(b));
   std::exit(1);
 }
 
