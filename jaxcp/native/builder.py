@@ -8,6 +8,7 @@ compile, the file appears by an atomic rename, and the others find it.
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import os
 import subprocess
@@ -58,7 +59,7 @@ class Recipe:
     include: tuple[Path, ...]
     stamp: str = ""
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """Hex digest over sources, compiler, jaxlib and architecture; names the cached file."""
         digest = hashlib.sha256()
@@ -147,8 +148,12 @@ def build(variant: str, **options) -> Path:
     Raises:
       BuildError: with the compiler's own message, or what stands in the way, and the remedy.
     """
-    wanted = recipe(variant, **options)
-    target = cache_folder() / f"libjaxcp-{variant}-{wanted.key}.so"
+    return ensure(recipe(variant, **options))
+
+
+def ensure(wanted: Recipe) -> Path:
+    """Path of the library that `wanted` describes, built if it is not there."""
+    target = cache_folder() / f"libjaxcp-{wanted.variant}-{wanted.key}.so"
     if target.exists():
         return target
     with _locked(target):

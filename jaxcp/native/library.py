@@ -158,7 +158,8 @@ def load(variant: str, **options) -> Library:
       BuildError: it does not build or load, or has no code for a GPU that is present.
     """
     devices = jax.local_devices()  # the backend must exist before handlers are registered
-    library = Library(builder.build(variant, **options), variant, builder.recipe(variant, **options).key)
+    wanted = builder.recipe(variant, **options)
+    library = Library(builder.ensure(wanted), variant, wanted.key)
     for symbol in HANDLERS[variant]:
         jax.ffi.register_ffi_target(symbol, library.capsule(symbol), platform="cpu" if variant == "cpu" else "CUDA")
     if variant != "cpu":
