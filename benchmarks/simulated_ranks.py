@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,10 @@ def main() -> None:
         .stdout.splitlines()[0]
         .split(", ")
     )
+    commit = "unknown"
+    if shutil.which("git"):
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=NATIVE)
+        commit = head.stdout.strip() or commit
     compiler = subprocess.run([native_programs.nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
     record = {
         "what": "ranks simulated on one GPU; for regression only",
@@ -91,7 +96,7 @@ def main() -> None:
         "gpu": gpu, "driver": driver, "nvcc": compiler.split("release ")[1].split(",")[0],
         "flashinfer": flashinfer.VERSION,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "python benchmarks/simulated_ranks.py", "rows": rows,
+        "command": "python benchmarks/simulated_ranks.py", "commit": commit, "rows": rows,
     }  # fmt: skip
     output = pathlib.Path(
         sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).with_name("simulated_ranks.json")

@@ -10,6 +10,8 @@ import native_programs
 import pytest
 from native_programs import CSRC, NATIVE
 
+from jaxcp.exchange import flashinfer
+
 REGISTERS = {(2, 1): 64, (2, 2): 80, (4, 1): 80, (4, 2): 128, (8, 1): 128, (8, 2): 128, "general": 128}
 """Most registers of a variant, by ranks and units in flight: what its resident warps leave (Exchange::kWarps)."""
 
@@ -84,6 +86,17 @@ def test_resources(cubin):
         assert used["REG"] <= REGISTERS[variant(name)], f"{name}: {used}"
         assert used["STACK"] == used["LOCAL"] == 0, f"{name} spills: {used}"
         assert used["SHARED"] <= 1024 + 64, f"{name}: {used}"  # 1 KiB is the system's on Blackwell
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+def test_flashinfer_header_compiles_unmodified(architecture, tmp_path):
+    native_programs.nvcc()
+    if blocker := flashinfer.header_blocker():
+        pytest.skip(f"no FlashInfer kernel: {blocker}")
+    flags = ["-cubin", "-I", str(CSRC / "flashinfer_shim"), "-I", str(flashinfer.include_folder())]
+    output = native_programs.compile_cuda([CSRC / "flashinfer.cu"], tmp_path / "flashinfer.cubin", architecture, flags)
+    assert len(disassembled(output)) == 8  # two dtypes, two bases, two ways to spread rows
 
 
 def test_work_order(tmp_path):
