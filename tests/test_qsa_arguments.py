@@ -114,7 +114,7 @@ def test_prefill(run):
         prefill(run, plan, cache=Session(C, W, "bfloat16").cache)
     with pytest.raises(ValueError, match=r"cache: .*\(2, 8, 6, 4\), the layer's"):
         prefill(run, plan, cache=Session(oracle.BUDGET, oracle.weights(oracle.BUDGET)).cache)
-    for layer in (1, -1):
+    for layer in (1, -1, 0.5):
         with pytest.raises(ValueError, match=f"layer: got {layer}"):
             prefill(run, plan, layer=layer)
     with pytest.raises(ValueError, match="implementation: got 'fast'; expected 'auto' or one of"):

@@ -4,6 +4,7 @@ import collections
 import logging
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxcp.errors import invalid
@@ -86,8 +87,8 @@ def check_arguments(params: Params, x: Array, cache: Cache, rows: int, remedy: s
 
 
 def check_layer(layer, cache: Cache) -> None:
-    """Raises if a host integer `layer` is not one of the cache's."""
-    if not isinstance(layer, Array) and not 0 <= layer < cache.layers:
+    """Raises unless `layer` is an array or a host integer that counts one of the cache's."""
+    if not isinstance(layer, Array) and not (isinstance(layer, int | np.integer) and 0 <= layer < cache.layers):
         raise invalid("layer", layer, f"0 <= layer < {cache.layers}", "The cache has that many layers.")
 
 

@@ -2,7 +2,7 @@
 
 In bfloat16 a layer computes in float32 and rounds at stated points (the model's CUDA path): after every projection,
 after a norm, once after a main rotation, after every product of an index rotation, before the values product, at the
-output. XLA may drop a narrowing conversion that is followed by a widening one (xla_allow_excess_precision, on by
+output. XLA:GPU drops a narrowing conversion that is followed by a widening one (xla_allow_excess_precision, on by
 default), which would move those points. `lax.reduce_precision` is never dropped, so every point goes through it here.
 In float32 and float64 nothing is rounded.
 """

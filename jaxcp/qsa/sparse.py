@@ -80,7 +80,8 @@ def attend_xla(
     width = blocks.shape[1] * config.ratio + config.ratio - 1
     row_bytes = 2 * width * config.kv_heads * config.head_dim * max(4, cache.dtype.itemsize)
     rows = queries.rows
-    return Partial(*in_steps(of_row, (q, blocks, rows.request, rows.position), row_bytes), LogBase.TWO)
+    o, lse = in_steps(of_row, (q, blocks, rows.request, rows.position), row_bytes)
+    return Partial(o, lse, LogBase.TWO)
 
 
 ATTEND = {"xla": attend_xla}
