@@ -10,6 +10,8 @@ a page are also counted per request, so that lengths known only on the device ca
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from functools import partial as bind
 from typing import Any
 
@@ -83,19 +85,21 @@ class CacheConfig:
 @bind(
     jax.tree_util.register_dataclass,
     data_fields=["k", "v", "page_table", "dropped"],
-    meta_fields=["config", "layout"],
+    meta_fields=["config", "layout", "groups"],
 )
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """The cache of one mesh axis; a pytree to donate, to carry through a scan over layers, and to pass to shard_map.
 
     Attributes:
-      k: [layers, cp * pages, page_size, kv_heads, key_dim], sharded on axis 1; in shard_map [layers, pages, ...].
+      k: [layers, groups * cp * pages, page_size, kv_heads, key_dim], sharded on axis 1; in shard_map
+        [layers, pages, ...].
       v: likewise with value_dim; None for a latent cache.
-      page_table: [requests, pages_per_request], int32: ids of widened pages in token order, the same on all ranks;
-        0 where a request has no page. Replace it (`dataclasses.replace`) when requests come and go.
+      page_table: [requests, pages_per_request], int32: ids of widened pages in token order, the same on all ranks of a
+        group; 0 where a request has no page. Replace it (`dataclasses.replace`) when requests come and go.
       dropped: [requests], int32: cache rows that had no page, summed over layers; `check` raises when it is not 0.
       config, layout: static.
+      groups: static; data-parallel groups, each with ranks, pages and requests of its own.
     """
 
     k: Any
@@ -104,6 +108,7 @@ class Cache:
     dropped: Any
     config: CacheConfig
     layout: Interleave
+    groups: int = 1
 
     @property
     def requests(self) -> int:
@@ -118,17 +123,18 @@ class Cache:
     @property
     def bytes_per_rank(self) -> int:
         """Bytes of keys and values on one rank, page 0 included (of the global cache, outside shard_map)."""
-        return self.config.bytes_per_rank(self.k.shape[1] // self.layout.cp)
+        return self.config.bytes_per_rank(self.k.shape[1] // (self.layout.cp * self.groups))
 
-    def partition_specs(self, axis_name: str | None) -> "Cache":
-        """The same pytree with PartitionSpecs for leaves: rows over `axis_name`, the rest replicated."""
-        rows = P(None, axis_name)
-        return dataclasses.replace(self, k=rows, v=None if self.v is None else rows, page_table=P(), dropped=P())
+    def partition_specs(self, axis_name: str | None, data_axes: Sequence[str] = ()) -> "Cache":
+        """The same pytree with PartitionSpecs for leaves: rows over both kinds of axes, requests over `data_axes`."""
+        rows, requests = P(None, (*data_axes, axis_name) if data_axes else axis_name), P(tuple(data_axes) or None)
+        return dataclasses.replace(self, k=rows, v=None if self.v is None else rows, page_table=requests,
+                                   dropped=requests)
 
 
 def init_cache(
     config: CacheConfig, layout: Interleave, *, pages: int, requests: int, mesh: Mesh | None = None,
-    axis_name: str | None = None, page_table: Any = None,
+    axis_name: str | None = None, page_table: Any = None, data_axes: Sequence[str] = (),
 ) -> Cache:
     """A cache of zeros, made shard by shard on its devices.
 
@@ -136,32 +142,41 @@ def init_cache(
       config: what a token is.
       layout: who owns which token; its cp is the size of the mesh axis.
       pages: pages of one rank, the reserved page 0 included.
-      requests: requests in a batch.
-      mesh, axis_name: where the ranks are; both None for one device and cp = 1. Other axes of the mesh hold copies.
+      requests: requests in a batch, over all data groups.
+      mesh, axis_name: where the ranks are; both None for one device and cp = 1.
       page_table: [requests, pages_per_request], host integers, 0 for "no page"; by default the pages are dealt out
         evenly. `PagePool` makes tables for requests that come and go.
+      data_axes: axes of the mesh over which requests are split; every coordinate has its own pages. Along axes that
+        are named nowhere the cache is replicated.
 
     Raises:
-      ValueError: cp other than the axis size, ids outside the pool, a pool beyond int32 slots.
+      ValueError: cp other than the axis size, ids outside the pool, a pool beyond int32 slots, requests that the data
+        groups cannot share.
     """
-    positive_int("pages", pages), positive_int("requests", requests)
+    positive_int("pages", pages)
+    positive_int("requests", requests)
     widened = layout.widened(config.page_size)
-    _check_mesh(layout, mesh, axis_name)
+    groups = _data_groups(layout, mesh, axis_name, data_axes)
+    if requests % groups:
+        raise invalid("requests", requests, f"a multiple of {groups}, the data groups", "Pad the batch.")
     if pages < 2 or pages * widened > INT32_MAX:
         raise invalid("pages", pages, f"2 <= pages <= {INT32_MAX // widened}",
                       "Page 0 is reserved, and token slots of the whole pool are int32.")
-    table = even_page_table(pages, requests) if page_table is None else checked_page_table(page_table, pages, requests)
+    if page_table is None:
+        table = np.tile(even_page_table(pages, requests // groups), (groups, 1))
+    else:
+        table = checked_page_table(page_table, pages, requests)
     dtype = page_dtype(config.dtype)
-    shape = (config.layers, pages * layout.cp, config.page_size, config.kv_heads)
+    shape = (config.layers, groups * layout.cp * pages, config.page_size, config.kv_heads)
 
     def zeros():
         k = jnp.zeros((*shape, config.key_dim), dtype)
         v = None if config.latent else jnp.zeros((*shape, config.value_dim), dtype)
-        return Cache(k, v, jnp.asarray(table), jnp.zeros(requests, jnp.int32), config, layout)
+        return Cache(k, v, jnp.asarray(table), jnp.zeros(requests, jnp.int32), config, layout, groups)
 
     if mesh is None:
         return jax.jit(zeros)()
-    specs = jax.eval_shape(zeros).partition_specs(axis_name)
+    specs = jax.eval_shape(zeros).partition_specs(axis_name, data_axes)
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))()
 
 
@@ -218,10 +233,14 @@ def write(
 def check(cache: Cache) -> None:
     """Raises if rows were dropped since the cache was made; reads the device, so call it between steps.
 
+    A process looks at the requests that its own devices hold; only data groups can live elsewhere.
+
     Raises:
       CacheOverflowError: a length known only on the device lay outside the pages of its request.
     """
-    dropped = np.asarray(jax.device_get(cache.dropped))
+    dropped = np.zeros(cache.requests, np.int32)
+    for shard in cache.dropped.addressable_shards:
+        dropped[shard.index] = np.asarray(shard.data)
     if dropped.any():
         worst = int(np.argmax(dropped))
         raise CacheOverflowError(
@@ -236,21 +255,24 @@ def room(cache: Cache) -> Int[Array, "requests"]:
 
 
 def _slots(cache: Cache, position: Int[Array, "requests query_tokens"]) -> tuple[Array, Array]:
-    """(virtual slot of each position, whether the request has a page for it); slot 0 where it has none."""
+    """(virtual slot of each position, whether the request has a page for it); any slot where it has none."""
     table, _ = usable_pages(cache.page_table, cache.k.shape[1])
     stored = (position >= 0) & (position < room(cache)[:, None])
     slots = jax.vmap(lambda ids, p: cache.layout.slots(ids, p, cache.config.page_size))(
         table, jnp.where(stored, position, 0))
-    return jnp.where(stored, slots, 0), stored
+    return slots, stored
 
 
-def _check_mesh(layout: Interleave, mesh: Mesh | None, axis_name: str | None) -> None:
+def _data_groups(layout: Interleave, mesh: Mesh | None, axis_name: str | None, data_axes: Sequence[str]) -> int:
+    """Number of data groups, once the axes are known to exist and to fit the layout."""
     if (mesh is None) != (axis_name is None):
         raise invalid("mesh, axis_name", (mesh, axis_name), "both or neither", "One device needs no mesh.", TypeError)
-    if mesh is not None and axis_name not in mesh.shape:
-        raise invalid("axis_name", repr(axis_name), f"an axis of the mesh: {tuple(mesh.shape)}",
-                      "Name the axis to split over.")
-    size = 1 if mesh is None else mesh.shape[axis_name]
+    sizes = {} if mesh is None else dict(mesh.shape)
+    for name, axis in (("axis_name", axis_name), *(("data_axes", axis) for axis in data_axes)):
+        if axis is not None and axis not in sizes:
+            raise invalid(name, repr(axis), f"an axis of the mesh: {tuple(sizes)}", "Name the axes to split over.")
+    size = sizes.get(axis_name, 1)
     if layout.cp != size:
         raise invalid("layout.cp", layout.cp, f"{size}, the size of axis {axis_name!r}",
                       "Every rank of the axis owns a share.")
+    return math.prod(sizes[axis] for axis in data_axes)

@@ -70,7 +70,8 @@ def attention(
         gather_queries(q, exchange), cache.k, cache.v, cache.page_table, step.lengths, layer=step.layer,
         layout=cache.layout, rank=step.rank, scale=step.scale, base=LogBase.E, counts=step.counts,
         value_dim=cache.config.value_dim, implementation=implementation)
-    return exchange(partial), cache
+    out: Any = exchange(partial)
+    return out, cache
 
 
 def prefill(
@@ -92,6 +93,8 @@ def prefill(
     """
     step = _Step.of(q, k, v, cache, lengths, exchange, layer, counts, scale)
     pages = pages_per_chunk(cache, positive_int("chunk", chunk))
+    if not q.shape[0]:
+        return jnp.zeros((*q.shape[:2], cache.config.value_dim), q.dtype), cache
     width = pages * cache.layout.widened(cache.config.page_size)
     cache = step.store(cache)
     heads = OwnHeads.of(exchange, cache.config.kv_heads, step.rank)
@@ -143,7 +146,8 @@ class _Step:
             raise invalid("scale", None, "a number", "An absorbed key is wider than the head it stands for; MLA scales "
                           "by (qk_nope_dim + qk_rope_dim) ** -0.5.", TypeError)
         scale = config.key_dim**-0.5 if scale is None else float(scale)
-        k, v = (None if x is None else x.reshape(cache.requests, per_request, *x.shape[1:]) for x in (k, v))
+        split = (cache.requests, per_request)
+        k, v = k.reshape(*split, *k.shape[1:]), None if v is None else v.reshape(*split, *v.shape[1:])
         return cls(k, v, lengths, counts, layer_index(layer, config.layers), lax.axis_index(exchange.axis_name), scale)
 
     @property
@@ -161,15 +165,18 @@ class _Step:
 
     def as_cached(self, cache: Cache) -> tuple[Array, Array | None]:
         """The new tokens' rows as a later step will read them."""
-        k, v = (None if x is None else storage.decode(storage.encode(x, cache.config.dtype)) for x in (self.k, self.v))
-        return k, v
+        def cached(x):
+            return storage.decode(storage.encode(x, cache.config.dtype))
+
+        return cached(self.k), None if self.v is None else cached(self.v)
 
     def bounds(self, cache: Cache, per_token: int) -> tuple[Array, Array]:
         """Stored keys and new keys that each row sees, int32 [requests, query_tokens * per_token]; 0 for padding."""
         t = jnp.arange(self.query_tokens)
         real = t < self.counts[:, None]
         stored = jnp.clip(self.first, 0, _cache.room(cache))[:, None]
-        return tuple(jnp.repeat(jnp.where(real, bound, 0), per_token, axis=1) for bound in (stored, t + 1))
+        stored, new = (jnp.repeat(jnp.where(real, bound, 0), per_token, axis=1) for bound in (stored, t + 1))
+        return stored, new
 
 
 def _rows(k: Any, v: Any, q: Array, config: CacheConfig) -> tuple[Array, Array | None]:

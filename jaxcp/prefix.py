@@ -46,9 +46,9 @@ def gather_chunk(
     ids = lax.dynamic_slice_in_dim(table, first_page, pages, axis=1)
 
     def gather(rows):
-        return None if rows is None else decode(in_token_order(read_pages(rows, layer, ids), cache.layout, axis_name))
+        return decode(in_token_order(read_pages(rows, layer, ids), cache.layout, axis_name))
 
-    return gather(cache.k), gather(cache.v)
+    return gather(cache.k), None if cache.v is None else gather(cache.v)
 
 
 def in_token_order(

@@ -9,6 +9,7 @@ import pytest
 from attention_oracle import rows_of
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from jaxcp import CacheOverflowError, storage
 from jaxcp import cache as cache_lib
@@ -156,6 +157,18 @@ def test_bytes_are_those_of_the_arrays(config, row):
     assert sharded.bytes_per_rank * 8 == arrays == config.layers * 72 * 16 * row
 
 
+def test_data_groups_have_pages_of_their_own():
+    cache = init_cache(CONFIG, Interleave(2), pages=5, requests=4, mesh=BOTH, axis_name="cp", data_axes=("data",))
+    assert cache.k.shape == (2, 20, 4, 2, 4)
+    assert cache.bytes_per_rank == 2 * 5 * 4 * CONFIG.row_bytes
+    assert cache.page_table.tolist() == [[1, 2], [3, 4]] * 2
+    assert {shard.data.shape for shard in cache.page_table.addressable_shards} == {(2, 2)}
+    assert cache.partition_specs("cp", ("data",)).k == P(None, ("data", "cp"))
+    check(cache)
+    with pytest.raises(CacheOverflowError, match="request 2 lost 7 rows"):
+        check(dataclasses.replace(cache, dropped=cache.dropped + jnp.array([0, 0, 7, 0])))
+
+
 def test_a_cache_is_made_shard_by_shard():
     mesh = make_mesh(4)
     cache = init_cache(CONFIG, Interleave(4), pages=5, requests=2, mesh=mesh, axis_name="cp")
@@ -170,6 +183,7 @@ def test_a_cache_is_made_shard_by_shard():
 
 
 MESH = {"mesh": make_mesh(2), "axis_name": "cp"}
+BOTH = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "cp"))
 
 
 @pytest.mark.parametrize(
@@ -184,6 +198,9 @@ MESH = {"mesh": make_mesh(2), "axis_name": "cp"}
         ({"pages": 2**30}, ValueError, "pages: got 1073741824"),
         ({"pages": 2, "requests": 2}, ValueError, "pages: got 2; expected at least 3"),
         ({"requests": 0}, ValueError, "requests: got 0"),
+        ({"layout": Interleave(2), **MESH, "data_axes": ("dp",)}, ValueError, "data_axes: got 'dp'; expected an axis"),
+        ({"layout": Interleave(2), "mesh": BOTH, "axis_name": "cp", "data_axes": ("data",)}, ValueError,
+         "requests: got 1; expected a multiple of 2"),
         ({"page_table": [[1, 5]]}, ValueError, r"page_table: got 5; expected ids in \[1, 5\)"),
         ({"page_table": [[1, -1]]}, ValueError, "page_table: got -1"),
         ({"page_table": [1, 2]}, ValueError, r"page_table.shape: got \(2,\)"),

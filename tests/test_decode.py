@@ -140,8 +140,10 @@ def test_other_mesh_axes_hold_their_own_groups():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "cp"))
     exchange = jaxcp.Exchange(mesh, "cp", max_tokens=8, heads=4, head_dim=8, dtype="float32", backend="a2a")
     config = decode.CacheConfig.gqa(layers=1, kv_heads=2, head_dim=8, dtype="float32", page_size=4)
-    cache = decode.init_cache(config, Interleave(4), pages=5, requests=2, mesh=mesh, axis_name="cp")
-    specs = cache.partition_specs("cp")
+    cache = decode.init_cache(config, Interleave(4), pages=5, requests=4, mesh=mesh, axis_name="cp",
+                              data_axes=("data",))
+    assert cache.bytes_per_rank == 5 * 4 * config.row_bytes
+    specs = cache.partition_specs("cp", ("data",))
     q, k, v = (jnp.asarray(np.random.default_rng(0).standard_normal((2 * 2 * 6, n, 8)), jnp.float32) for n in (4, 2, 2))
     lengths = jnp.full(2, 6, jnp.int32)
 
@@ -263,9 +265,10 @@ def test_a_call_outside_its_axis_is_refused():
             mesh=other, in_specs=(), out_specs=P(None, "cp"), check_vma=False))
 
 
-def test_no_token_is_no_work():
+@pytest.mark.parametrize("name", ["attention", "prefill"])
+def test_no_token_is_no_work(name):
     session = Session(Case(2))
-    out = session.call("attention", *(x[:, :0] for x in session.new_tokens(1)), [4, 5, 6], None)
+    out = session.call(name, *(x[:, :0] for x in session.new_tokens(1)), [4, 5, 6], None)
     assert out.shape == (3, 0, 10, 8)
 
 

@@ -140,7 +140,8 @@ def _problem(q, k_pages, v_pages, page_table, lengths, counts, value_dim) -> Pro
         raise invalid("q.shape", q.shape, f"[tokens, heads, key_dim={k_pages.shape[4]}]",
                       "Queries and keys share a width.")
     if v_pages is None:
-        if value_dim is None or not 0 < value_dim <= k_pages.shape[4]:
+        width = -1 if value_dim is None else int(value_dim)
+        if not 0 < width <= k_pages.shape[4]:
             raise invalid("value_dim", value_dim, f"an integer in [1, key_dim={k_pages.shape[4]}]",
                           "Without v_pages a value is the head of its key row; say how wide it is.")
     else:
@@ -148,6 +149,7 @@ def _problem(q, k_pages, v_pages, page_table, lengths, counts, value_dim) -> Pro
         if v_pages.shape[:4] != k_pages.shape[:4] or value_dim not in (None, v_pages.shape[4]):
             raise invalid("v_pages.shape", v_pages.shape, f"{(*k_pages.shape[:4], value_dim or 'value_dim')}",
                           "Keys and values are paged alike.")
+        width = v_pages.shape[4]
     requests = request_ints("lengths", lengths, None).shape[0]
     if counts is not None:
         request_ints("counts", counts, requests)
@@ -160,7 +162,7 @@ def _problem(q, k_pages, v_pages, page_table, lengths, counts, value_dim) -> Pro
                       "Every KV head serves as many query heads.")
     return Problem(
         q.dtype, k_pages.dtype, requests, query_tokens(q.shape[0], requests), q.shape[1], kv_heads, q.shape[2],
-        v_pages.shape[4] if v_pages is not None else int(value_dim), v_pages is None, k_pages.shape[2])
+        width, v_pages is None, k_pages.shape[2])
 
 
 def _visible(lengths: Ints, counts: Ints | None, k: int, layout: Interleave, rank: Any) -> Array:

@@ -123,8 +123,8 @@ def attend_rows(
     k, v = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % keys), (0, 0), (0, 0))) for x in (k, v))
 
     def step(i, merged):
-        block = (lax.dynamic_slice_in_dim(x, i * keys, keys, axis=1) for x in (k, v))
-        return lse.merge_two(merged, attend(q, *block, bound - i * keys, scale=scale, base=base))
+        ki, vi = (lax.dynamic_slice_in_dim(x, i * keys, keys, axis=1) for x in (k, v))
+        return lse.merge_two(merged, attend(q, ki, vi, bound - i * keys, scale=scale, base=base))
 
     return merge_steps(start, step, jnp.minimum(-(-jnp.max(bound, initial=0) // keys), k.shape[1] // keys))
 
