@@ -13,7 +13,8 @@ from jaxcp import launch
 TESTS = str(Path(__file__).parent)
 
 PROGRAM = f"""
-import itertools, os, signal, sys, time
+import os, signal, sys, time
+from pathlib import Path
 sys.path.insert(0, {TESTS!r})
 import jax, numpy as np
 from jax.experimental import multihost_utils
@@ -90,7 +91,7 @@ with launch.joined() as index:
         exchange.close()
     found["still mapped"] = Path("/proc/self/maps").read_text().count("/dev/shm/jaxcp-")
     launch.report(found)
-""".replace("found = {}", "found = {}; from pathlib import Path", 1)
+"""
 )
 
 
@@ -115,8 +116,12 @@ with launch.joined() as index:
     merge, (host, device) = mapped(exchange), partials(exchange, 0)
     assert_merged(exchange, merge(*device), *host)
     pids = multihost_utils.process_allgather(np.array(os.getpid())).ravel()
+    ready = Path(READY)
     if index == 1:
+        while not ready.exists():  # until process 0 has all that it needs from this one
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGNAL)
+    ready.touch()
     start = time.monotonic()
     out = merge(*device)
     nan = all(np.isnan(np.asarray(shard.data).astype(np.float32)).all() for shard in out.addressable_shards)
@@ -136,8 +141,9 @@ with launch.joined() as index:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
-def test_losing_a_peer(signal):
-    outcomes = launch.run(["-c", LOSING.replace("SIGNAL", signal)], 2, devices=2, limit_s=120.0)
+def test_losing_a_peer(signal, tmp_path):
+    program = LOSING.replace("SIGNAL", signal).replace("READY", repr(str(tmp_path / "ready")))
+    outcomes = launch.run(["-c", program], 2, devices=2, limit_s=120.0)
     survivor = outcomes[0]
     assert survivor.exit_code == 7, survivor.output
     assert outcomes[1].exit_code == -9
