@@ -126,5 +126,6 @@ def _abstract_device(mesh: AbstractMesh) -> tuple[str, str]:
 
 
 def _least_capability(groups: tuple[tuple[Any, ...], ...]) -> tuple[int, int] | None:
-    found = {getattr(device, "compute_capability", None) for group in groups for device in group} - {None}
-    return min((tuple(int(part) for part in text.split(".")) for text in found), default=None)
+    texts = [getattr(device, "compute_capability", None) for group in groups for device in group]
+    versions = [tuple(map(int, text.split("."))) for text in texts if text]
+    return min(((version[0], version[1]) for version in versions), default=None)

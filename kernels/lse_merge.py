@@ -143,9 +143,10 @@ class _Problem:
 
 
 def _merge(p: _Problem, rows: Array, lse: Array, cut: Tiling | None, interpret: Any) -> tuple[Array, Array | None]:
-    if why := blocker(p.sources, p.rows, p.dim, p.dtype):
+    why, fitting = blocker(p.sources, p.rows, p.dim, p.dtype), tiling(p.sources, p.rows, p.dim, p.dtype)
+    if why or fitting is None:
         raise ValueError(f"{NAME}: {why}")
-    cut = cut or tiling(p.sources, p.rows, p.dim, p.dtype)
+    cut = cut or fitting
 
     def lse_merge(rows_ref, lse_ref, *outputs):
         starts = [(_first_block(cut) + b) * cut.block for b in range(cut.blocks)]
@@ -235,21 +236,22 @@ def _maximum(values: Sequence[Array]) -> Array:
 
 def _weighted_mean(p: _Problem, block: int, weights, scales, words: Sequence[Array]) -> Array:
     """Words of scale * sum_i w_i o_i; `weights[k][i]` and `scales[k]` are those of the block's row k."""
-    word = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=_layout(block)) if len(scales) > 1 else None
 
     def spread(by_row: Sequence[Array]) -> Array:
         """One scalar per row to [block]."""
         spread_out = jnp.broadcast_to(by_row[0], (block,))
         for k, value in enumerate(by_row[1:], start=1):
+            word = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=_layout(block))
             spread_out = jnp.where(word >= k * p.row, value, spread_out)
         return spread_out
 
-    sums = None
-    for i in range(p.sources):
+    def terms(i: int) -> list[Array]:
         w = spread([row[i] for row in weights])
-        values = _unpacked(jnp.where(w > 0, words[i], jnp.uint32(0)), p.dtype)
-        terms = [w * value for value in values]
-        sums = terms if sums is None else [total + term for total, term in zip(sums, terms, strict=True)]
+        return [w * value for value in _unpacked(jnp.where(w > 0, words[i], jnp.uint32(0)), p.dtype)]
+
+    sums = terms(0)
+    for i in range(1, p.sources):
+        sums = [total + term for total, term in zip(sums, terms(i), strict=True)]
     scale = spread(scales)
     return _packed([total * scale for total in sums], p.dtype)
 

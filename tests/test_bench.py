@@ -61,6 +61,16 @@ def test_record_and_table(right, tmp_path):
     assert "4.29 TB/s" in console.export_text()
 
 
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"repeat": 0}, "repeat: got 0; expected an integer >= 1"),
+    ({"sources": [0]}, "sources: got 0"),
+    ({"tokens": [-1]}, "tokens: got -1"),
+])  # fmt: skip
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        exchange.run(**arguments)
+
+
 def test_without_a_gpu():
     with pytest.raises(BackendError, match="kernels of GPUs only, and jax runs on 'cpu'"):
         exchange.run()

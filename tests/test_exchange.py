@@ -194,6 +194,17 @@ def test_a2a_and_allgather_agree_bitwise():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("backend", COLLECTIVE)
+@pytest.mark.parametrize("differentiate", [jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))], ids=["grad", "jvp"])
+def test_differentiation_is_refused(backend, differentiate):
+    """A gradient through packed bits would silently be zero."""
+    exchange = exchange_on(make_mesh(2), backend=backend)
+    loss = lambda o: exchange(Partial(o, jnp.zeros((1, 9)), LogBase.E)).sum()  # noqa: E731
+    step = jax.shard_map(differentiate(loss), mesh=exchange.mesh, in_specs=P(), out_specs=P("cp"), check_vma=False)
+    with pytest.raises(NotImplementedError, match="it has no derivative"):
+        jax.eval_shape(step, jnp.zeros((1, 9, 64)))
+
+
 # Packing.
 
 

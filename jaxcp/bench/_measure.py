@@ -12,7 +12,7 @@ import pathlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,7 +71,7 @@ def device_times(programs: Sequence[Program], *, repeat: int = 50, warm_up: int 
     return [_device_time(events.get(f"jit_measured_{i}", {}), repeat, result) for i, result in enumerate(results)]
 
 
-def kernel_events(folder: str, plane_prefix: str) -> dict[str, dict[str, list[float]]]:
+def kernel_events(folder: str, plane_prefix: str) -> Mapping[str, Mapping[str, list[float]]]:
     """Durations in µs in the newest trace below `folder`: {HLO module: {kernel: [one per launch]}}."""
     [path] = pathlib.Path(folder).rglob("*.xplane.pb")
     found = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -105,7 +105,7 @@ def _repeated(fn: Callable, args: tuple[Any, ...], repeat: int) -> Any:
     return jax.block_until_ready(result)
 
 
-def _device_time(kernels: dict[str, list[float]], repeat: int, result: Any) -> DeviceTime:
+def _device_time(kernels: Mapping[str, list[float]], repeat: int, result: Any) -> DeviceTime:
     rows = tuple((name, len(times) / repeat, statistics.median(times)) for name, times in sorted(kernels.items()))
     if not rows:
         raise BackendError("device times: the trace holds no kernel of a measured program.")

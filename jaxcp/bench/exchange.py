@@ -21,6 +21,7 @@ from jaxcp.bench import _measure
 from jaxcp.bench._measure import DeviceTime, Program
 from jaxcp.errors import JaxcpError
 from jaxcp.exchange import packing
+from jaxcp.layout import positive_int
 from jaxcp.lse import LogBase, Partial
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -38,6 +39,10 @@ class Shape:
     dim: int
     dtype: str
     base: LogBase
+
+    def __post_init__(self):
+        for name in ("sources", "tokens", "heads", "dim"):
+            positive_int(name, getattr(self, name))
 
     @property
     def rows(self) -> int:
@@ -104,9 +109,11 @@ def run(
       console: where to print the table; none if None.
 
     Raises:
+      ValueError: a count that is not positive.
       BackendError: no GPU.
       JaxcpError: a result is wrong.
     """
+    positive_int("repeat", repeat)
     shapes = [Shape(c, t, heads, dim, dtype, base)
               for c in sources for t in [*tokens, *([LARGE[c]] if large and c in LARGE else [])]]
     rate, shortest = _measure.copy_rate(), _measure.shortest_kernel_us()

@@ -55,7 +55,7 @@ class Engine(CollectiveEngine):
         """Which code merges a call of `tokens` tokens."""
         if self._merge == "auto":
             return "xla" if self.pallas_blocker(tokens) else "pallas"
-        return self._merge
+        return "pallas" if self._merge == "pallas" else "xla"
 
     def pallas_blocker(self, tokens: int) -> str | None:
         """Why the Pallas kernel cannot merge a call of `tokens` tokens, or None."""

@@ -1,6 +1,7 @@
 """`Exchange`: partials of all ranks in, merged rows of my heads out."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,6 +90,7 @@ class Exchange:
 
         Raises:
           ValueError, TypeError: shapes or dtypes other than declared, or a call outside shard_map over the axis.
+          NotImplementedError: it is differentiated.
           JaxcpError: the exchange is closed.
         """
         if self._closed:
@@ -140,7 +142,7 @@ class Exchange:
             out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
             return (out, token), (jax.tree.map(lambda x: True, out), False)
 
-        return call
+        return _without_derivative(call)
 
     def _sliced(
         self, partial: Partial, return_lse: bool
@@ -173,3 +175,15 @@ class Exchange:
         if size != self.cp:
             raise invalid("exchange", f"an axis {self.axis_name!r} of {size} ranks", f"{self.cp} ranks, as in its mesh",
                           "Use the mesh that the Exchange was built with.")
+
+
+def _without_derivative(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, which raises when it is differentiated: some backends move bits, whose derivative jax takes for zero."""
+    guarded = jax.custom_jvp(fn)
+
+    @guarded.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError("exchange: it has no derivative, because it serves inference. Put "
+                                  "jax.lax.stop_gradient around its inputs, or merge gathered partials with lse.merge.")
+
+    return guarded

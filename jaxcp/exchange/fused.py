@@ -6,7 +6,6 @@ in one order on all ranks.
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -131,25 +130,8 @@ def custom_call(
     attributes = {"exchange": np.int64(number), "site": np.int64(next(_sites)), "base": np.int64(BASES[base])}
     # Barriers: XLA:GPU fuses a call with slices of its operands or results, after which jax 0.11's runs the call twice.
     operands = lax.optimization_barrier(operands)
-    first, token, *others = not_differentiable(target, call, attributes)(*operands, order.current())
+    first, token, *others = call(*operands, order.current(), **attributes)
     order.enter(token)
     # shard_map takes an FFI call's results for the same on all ranks; they differ wherever the partials do.
     axes = tuple(jax.typeof(operands[0]).manual_axis_type.varying)
     return lax.pcast(lax.optimization_barrier((first, *others)), axes, to="varying")
-
-
-def not_differentiable(target: str, call: Callable[..., Any], attributes: dict[str, Any]) -> Callable[..., Any]:
-    """`call` with `attributes`; differentiating it raises instead of giving zeros or a distant error."""
-
-    @jax.custom_jvp
-    def guarded(*operands):
-        return call(*operands, **attributes)
-
-    @guarded.defjvp
-    def refuse(primals, tangents):
-        raise NotImplementedError(
-            f"{target} has no derivative: this backend serves decoding. Use backend='a2a' where "
-            "the exchange is differentiated, or jax.lax.stop_gradient around it."
-        )
-
-    return guarded
