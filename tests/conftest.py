@@ -6,6 +6,9 @@ PLATFORM = os.environ.setdefault("JAXCP_TEST_PLATFORM", "cpu")
 os.environ.setdefault("JAX_PLATFORMS", PLATFORM)
 # NVLink multicast can put a shared host's GPUs out of service; nothing here may use it.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
+if PLATFORM == "cuda":
+    # Ranks simulated on one GPU wait for each other: each of their streams needs a queue of its own.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 if PLATFORM == "cpu":
     flags = os.environ.get("XLA_FLAGS", "")
     if "host_platform_device_count" not in flags:

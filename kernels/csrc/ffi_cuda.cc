@@ -11,9 +11,10 @@
 namespace jaxcp {
 namespace {
 
-ffi::Error fused(cudaStream_t stream, int32_t device, ffi::RunId run, ffi::AnyBuffer o, ffi::Buffer<ffi::F32> lse,
+ffi::Error fused(cudaStream_t stream, ffi::RunId run, ffi::AnyBuffer o, ffi::Buffer<ffi::F32> lse,
                  ffi::Buffer<ffi::U32>, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U32>>,
                  ffi::RemainingRets more, int64_t exchange, int64_t site, int64_t base) {
+  const int device = current_device();
   Registry& registry = Registry::instance();
   if (const auto why = registry.refusal(exchange, run.run_id)) return ffi::Error::Internal(*why);
   const auto workspaces = registry.on_device(exchange, device);
@@ -32,7 +33,6 @@ ffi::Error fused(cudaStream_t stream, int32_t device, ffi::RunId run, ffi::AnyBu
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcp_fused, fused,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::RunId>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

@@ -12,9 +12,10 @@
 namespace jaxcp {
 namespace {
 
-ffi::Error flashinfer(cudaStream_t stream, int32_t device, ffi::AnyBuffer o, ffi::Buffer<ffi::F32> lse,
+ffi::Error flashinfer(cudaStream_t stream, ffi::AnyBuffer o, ffi::Buffer<ffi::F32> lse,
                       ffi::Buffer<ffi::U32>, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U32>>,
                       int64_t exchange, int64_t, int64_t base) {
+  const int device = current_device();
   const auto workspaces = Registry::instance().on_device(exchange, device);
   if (workspaces.empty()) return not_made(exchange, device);
   Workspace& workspace = *workspaces.front();
@@ -51,7 +52,6 @@ ffi::Error flashinfer(cudaStream_t stream, int32_t device, ffi::AnyBuffer o, ffi
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcp_flashinfer, flashinfer,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::U32>>()

@@ -48,9 +48,10 @@ ffi::Error launch_all(const std::vector<ExchangeParams>& calls, cudaStream_t str
   return ffi::Error::Success();
 }
 
-ffi::Error simulated(cudaStream_t stream, int32_t device, ffi::RunId run, ffi::AnyBuffer o, ffi::Buffer<ffi::F32> lse,
+ffi::Error simulated(cudaStream_t stream, ffi::RunId run, ffi::AnyBuffer o, ffi::Buffer<ffi::F32> lse,
                      ffi::Buffer<ffi::U32>, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U32>>,
                      ffi::Result<ffi::Buffer<ffi::F32>> out_lse, int64_t exchange, int64_t site, int64_t base) {
+  const int device = current_device();
   Registry& registry = Registry::instance();
   if (const auto why = registry.refusal(exchange, run.run_id)) return ffi::Error::Internal(*why);
   std::vector<ExchangeParams> calls;
@@ -81,7 +82,6 @@ ffi::Error simulated(cudaStream_t stream, int32_t device, ffi::RunId run, ffi::A
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcp_fused_simulated, simulated,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::RunId>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

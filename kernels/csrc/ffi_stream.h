@@ -15,6 +15,13 @@ inline ffi::Error launched(cudaError_t error) {
                               : ffi::Error::Internal(std::string("jaxcp exchange: launch: ") + cudaGetErrorString(error));
 }
 
+// The GPU that XLA made current for this call, as the CUDA runtime and Python's Config number it.
+inline int current_device() {
+  int device = -1;
+  cudaGetDevice(&device);
+  return device;
+}
+
 // The rule at the top of workspace.h: eager calls on one stream, captures on any.
 inline ffi::Error ordered(Workspace& workspace, cudaStream_t stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
