@@ -28,7 +28,7 @@ test: $(VENV)/test.stamp
 	@JAXCP_COMPILE_ONLY=$(CURDIR)/$(VENV)/compile-only $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "not soak" $(ARGS)
 
 lint: $(VENV)/test.stamp
-	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/pyright
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 soak: $(VENV)/test.stamp
 	$(STEP) "soak: call counts above ten thousand; about an hour"

@@ -91,6 +91,7 @@ def main() -> None:
         commit = head.stdout.strip() or commit
     compiler = subprocess.run([native_programs.nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
     record = {
+        "benchmark": "simulated_ranks",
         "what": "ranks simulated on one GPU; for regression only",
         "unit": "us, slowest rank: kernel_us median kernel duration, cadence_us graph of 60 calls / 60 (median of 21)",
         "gpu": gpu, "driver": driver, "nvcc": compiler.split("release ")[1].split(",")[0],

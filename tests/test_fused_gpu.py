@@ -145,8 +145,9 @@ def test_replays_do_not_come_back_to_the_host(simulated):
         assert_merged(exchange, merged, np.asarray(o), np.asarray(lse))
         assert np.ptp(np.asarray(outputs, np.float32)) == 0
     print("handler calls after each run:", after)
-    assert after[0] == LAYERS  # run 1 launches, run 2 captures, later runs replay
-    assert after[2] == after[5] <= 2 * LAYERS
+    # Run 1 launches, run 2 captures; results are still held then, so run 3 may capture once more for other buffers.
+    assert after[0] == LAYERS
+    assert after[2] == after[5] <= 3 * LAYERS
     assert exchange.calls() == {6 * LAYERS}
     assert exchange.expiry() is None
 

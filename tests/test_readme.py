@@ -1,4 +1,4 @@
-"""The README's example runs as printed."""
+"""The README's example runs as printed, and its figures are those of the records in benchmarks/."""
 
 import os
 import pathlib
@@ -8,7 +8,10 @@ import sys
 
 import pytest
 
-README = pathlib.Path(__file__).parent.parent / "README.md"
+from jaxcp.bench import report
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = ROOT / "README.md"
 EXAMPLE = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
 
 
@@ -33,3 +36,17 @@ def test_example_runs_on_a_mesh_with_explicit_axes():
     explicit = explicit.replace("    out, cache = step(", "    q = jax.reshard(q, heads)\n    out, cache = step(")
     assert explicit.count("reshard") == 1
     assert run(explicit) == "(4, 16, 64)\n"
+
+
+@pytest.mark.parametrize(("path", "tables"), [("README.md", 2), ("kernels/README.md", 1)])
+def test_figures_are_those_of_the_records(path, tables):
+    """If this fails: python -m jaxcp.bench.report README.md kernels/README.md"""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert len(report.BLOCK.findall(text)) == tables
+    assert report.updated(text, ROOT) == text
+    assert report.updated(text.replace("| 2 | fused |", "| 3 | fused |"), ROOT) == text
+
+
+def test_a_record_of_no_known_kind_is_refused():
+    with pytest.raises(ValueError, match=r"benchmark = 'speed'; expected one of \['lse_merge', 'simulated_ranks'\]"):
+        report.markdown({"benchmark": "speed"})

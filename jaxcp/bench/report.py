@@ -1,0 +1,92 @@
+"""Tables of the README from the records in benchmarks/: figures are never typed by hand.
+
+A block of a file that starts with `<!-- table: benchmarks/NAME.json -->` and ends with `<!-- end -->` holds what
+`markdown` makes of that record. `python -m jaxcp.bench.report README.md kernels/README.md` rewrites the blocks.
+"""
+
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+BLOCK = re.compile(r"<!-- table: (?P<record>\S+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def updated(readme: str, root: pathlib.Path) -> str:
+    """`readme` with every block's table made from its record below `root`.
+
+    Raises:
+      FileNotFoundError: a block names a record that does not exist.
+      ValueError: a record is of no known kind.
+    """
+
+    def block(match: re.Match) -> str:
+        name = match["record"]
+        return f"<!-- table: {name} -->\n{markdown(json.loads((root / name).read_text()))}\n<!-- end -->"
+
+    return BLOCK.sub(block, readme)
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The record's table, with a line that says where its figures come from."""
+    kind = record.get("benchmark")
+    if kind not in TABLES:
+        raise ValueError(f"record: got benchmark = {kind!r}; expected one of {sorted(TABLES)}. Add a table for it.")
+    return TABLES[kind](record)
+
+
+def _lse_merge(record: dict[str, Any]) -> str:
+    rows = [
+        [row["sources"], row["tokens"], f"{row['bytes'] / 1e6:.2f}", f"{row['packed_us']:.2f}",
+         f"{row['ratio_to_xla']:.2f}", f"{row['of_copy_rate']:.0%}", f"{row['packed_to_separate']:.2f}"]
+        for row in record["rows"]
+    ]  # fmt: skip
+    heading = ["ranks", "tokens", "MB", "merge µs", "to XLA's fusion", "of copy rate", "packed to separate"]
+    facts = (
+        f"{record['heads']} heads of {record['dim']}, {record['dtype']}; copy rate "
+        f"{record['copy_rate_tb_s']:.2f} TB/s, shortest kernel {record['shortest_kernel_us']:.2f} µs"
+    )
+    return _table(heading, rows) + _source(record["environment"]["device_kind"], facts, record)
+
+
+def _simulated_ranks(record: dict[str, Any]) -> str:
+    times = {(row["kernel"], row["cp"], row["tokens"]): row for row in record["rows"] if row["tokens"]}
+    tokens = sorted({n for _, _, n in times})
+    pairs = sorted({(cp, kernel) for kernel, cp, _ in times}, key=lambda pair: (pair[0], pair[1] != "fused"))
+    lines = [
+        [
+            cp,
+            kernel,
+            *(f"{times[kernel, cp, n]['kernel_us']:.1f} / {times[kernel, cp, n]['cadence_us']:.1f}" for n in tokens),
+        ]
+        for cp, kernel in pairs
+    ]
+    return _table(["ranks", "kernel", *map(str, tokens)], lines) + _source(
+        record["gpu"], f"{record['what']}. {record['unit']}", record
+    )
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"lse_merge": _lse_merge, "simulated_ranks": _simulated_ranks}
+"""Kind of record -> its table."""
+
+
+def _table(heading: list[str], rows: list[list[Any]]) -> str:
+    lines = [heading, ["-:"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _source(gpu: str, facts: str, record: dict[str, Any]) -> str:
+    return f"\n\n{gpu}, {record['date'][:10]}, `{record['command']}`; {facts}."
+
+
+def main(*paths: str) -> None:
+    """Rewrites the tables of these files; run it where benchmarks/ is."""
+    for path in map(pathlib.Path, paths):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(updated(text, pathlib.Path.cwd()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
