@@ -1,13 +1,8 @@
-"""The fused exchange: the table of cases, and what its workspace, order and bounded waits promise.
+"""The fused exchange: the table of cases, many calls on one workspace, and what lies around the calls of a program.
 
 On CPU the host twin runs behind the same handler interface, protocol and workspace code; JAXCP_TEST_PLATFORM=cuda runs
 the same tests on as many GPUs as there are.
 """
-
-import gc
-import itertools
-import re
-import time
 
 import cases
 import exchange_hlo
@@ -15,68 +10,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import PLATFORM
+from fused_calls import (
+    DEVICES,
+    RANKS,
+    TWO,
+    assert_merged,
+    call_numbers,
+    exchange_of,
+    mapped,
+    merging,
+    needs_peers,
+    on_several_gpus,
+    partials,
+    set_call_numbers,
+)
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import jaxcp
 from jaxcp import LogBase, Partial
-from jaxcp.errors import BackendError, JaxcpError, PeerTimeoutError
-from jaxcp.exchange import fused, watcher, workspace
-from jaxcp.exchange.spec import ExchangeSpec
-from jaxcp.topology import Topology, make_mesh
 
-DEVICES = jax.device_count()
-RANKS = max(n for n in (1, 2, 4, 8) if n <= DEVICES)
-pytestmark = [pytest.mark.multigpu] * (PLATFORM == "cuda")
-needs_peers = pytest.mark.skipif(RANKS < 2, reason="needs two devices")
-
+pytestmark = on_several_gpus
 CASES = [case for case in cases.EXCHANGE if case.dtype in ("bfloat16", "float16") and case.cp <= DEVICES]
-TWO = LogBase.TWO
-
-
-def exchange_of(cp=RANKS, axis="cp", mesh=None, **changes) -> jaxcp.Exchange:
-    facts = {"max_tokens": 8, "heads": 2 * cp, "head_dim": 64, "dtype": "bfloat16", "backend": "fused"} | changes
-    return jaxcp.Exchange(mesh or make_mesh(cp, axis), axis, **facts)
-
-
-def partials(exchange, tokens, seed=0):
-    rng = np.random.default_rng([seed, tokens])
-    o = rng.standard_normal((exchange.cp, tokens, exchange.heads, exchange.head_dim), np.float32)
-    return o.astype(exchange.dtype), (4 * rng.standard_normal(o.shape[:-1])).astype(np.float32)
-
-
-def mapped(exchange, step, **options):
-    return jax.jit(
-        jax.shard_map(
-            step, mesh=exchange.mesh, in_specs=P(exchange.axis_name), out_specs=P(exchange.axis_name), **options
-        )
-    )
-
-
-def merging(exchange, base=TWO):
-    """o, lse of all ranks -> merged rows of all ranks, one call."""
-    return mapped(exchange, lambda o, lse: exchange(Partial(o[0], lse[0], base))[None])
-
-
-def assert_merged(exchange, got, o, lse, base=TWO):
-    want, _, scale = cases.oracle(o, lse, base)
-    h = exchange.heads_per_rank
-    for rank, i in itertools.product(range(exchange.cp), range(h)):
-        if (head := rank * h + i) < exchange.heads:
-            cases.check_o(np.asarray(got)[rank, :, i], want[:, head], scale[:, head])
-
-
-def call_numbers(exchange):
-    block = exchange._engine.workspace
-    return [block.library.call_number(config) for config in block.configs]
-
-
-def set_call_numbers(exchange, number):
-    block = exchange._engine.workspace
-    for config in block.configs:
-        block.library.set_call_number(config, number)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -292,145 +247,6 @@ def test_differentiation_is_refused():
         loss(*partials(exchange, 2))
 
 
-# Time.
-
-
-def skipping(exchange, absent):
-    """A program in which rank `absent` does not call the exchange."""
-
-    def step(o, lse):
-        missing = jnp.zeros((o.shape[1], exchange.heads_per_rank, exchange.head_dim), o.dtype)
-        return lax.cond(lax.axis_index("cp") == absent, lambda: missing, lambda: exchange(Partial(o[0], lse[0], TWO)))[
-            None
-        ]
-
-    return mapped(exchange, step, check_vma=False)
-
-
-@needs_peers
-def test_a_rank_that_never_comes():
-    exchange = exchange_of(timeout_s=0.3)
-    absent = exchange.cp - 1
-    merge, inputs = merging(exchange), partials(exchange, 3)
-    skip = skipping(exchange, absent).lower(*inputs).compile()
-    merge(*inputs).block_until_ready()
-    exchange.check()
-
-    out = np.asarray(skip(*inputs)).astype(np.float32)
-    assert np.isnan(out[:absent]).all()
-    assert (out[absent] == 0).all()
-    with pytest.raises(PeerTimeoutError, match=rf"rank \d waited longer than 0\.3 s for rank {absent} in call 1 \(row"):
-        exchange.check()
-    with pytest.raises(PeerTimeoutError):  # tracing
-        merging(exchange)(*inputs)
-    start = time.monotonic()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="PeerTimeoutError"):  # a program compiled before
-        merge(*inputs).block_until_ready()
-    assert time.monotonic() - start < 0.3
-
-    exchange.reset()
-    exchange.check()
-    for step in range(3):
-        o, lse = partials(exchange, 3, seed=step)
-        assert_merged(exchange, merge(o, lse), o, lse)
-    exchange.check()
-
-
-def sleeping(exchange, late, seconds):
-    """A program in which rank `late` sleeps before its exchange."""
-
-    def wait(x):
-        time.sleep(seconds)
-        return x
-
-    def step(o, lse):
-        lse = lax.cond(lax.axis_index("cp") == late, lambda: jax.pure_callback(wait, lse, lse), lambda: lse)
-        return exchange(Partial(o[0], lse[0], TWO))[None]
-
-    return mapped(exchange, step, check_vma=False)
-
-
-@needs_peers
-def test_a_rank_that_comes_late_but_in_time():
-    exchange = exchange_of(timeout_s=20.0)
-    o, lse = partials(exchange, 3)
-    assert_merged(exchange, sleeping(exchange, 0, 0.3)(o, lse), o, lse)
-    exchange.check()
-
-
-@needs_peers
-def test_a_rank_that_comes_too_late():
-    exchange = exchange_of(timeout_s=0.2)
-    merge, (o, lse) = merging(exchange), partials(exchange, 3)
-    late = sleeping(exchange, 1, 1.0).lower(o, lse).compile()
-    merge(o, lse).block_until_ready()
-    late_once = late(o, lse)  # the first call of a site waits ten times as long
-    assert_merged(exchange, late_once, o, lse)
-    out = np.asarray(late(o, lse)).astype(np.float32)
-    assert np.isnan(out[0]).all()
-    with pytest.raises(PeerTimeoutError, match="for rank 1"):
-        exchange.check()
-    exchange.reset()
-    assert_merged(exchange, merge(o, lse), o, lse)
-
-
-@needs_peers
-def test_a_rank_that_calls_once_more():
-    exchange = exchange_of(timeout_s=0.1)
-    merge, (o, lse) = merging(exchange), partials(exchange, 3)
-
-    def step(o, lse):
-        merged = exchange(Partial(o[0], lse[0], TWO))
-        more = lax.cond(lax.axis_index("cp") == 0, lambda: exchange(Partial(o[0], lse[0], TWO)), lambda: merged)
-        return merged[None], more[None]
-
-    merge(o, lse).block_until_ready()
-    merged, more = mapped(exchange, step, check_vma=False)(o, lse)
-    assert_merged(exchange, merged, o, lse)
-    assert np.isnan(np.asarray(more)[0].astype(np.float32)).all()
-    with pytest.raises(PeerTimeoutError, match="rank 0 waited"):
-        exchange.check()
-    exchange.reset()
-    assert_merged(exchange, merge(o, lse), o, lse)
-
-
-@needs_peers
-def test_an_expired_wait_is_logged_once_while_nobody_asks(caplog):
-    exchange = exchange_of(timeout_s=0.1)
-    skipping(exchange, 0)(*partials(exchange, 1)).block_until_ready()
-    deadline = time.monotonic() + 5
-    while "PeerTimeoutError" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(3 * watcher.PERIOD_S)
-    assert caplog.text.count("PeerTimeoutError") == 1
-    assert re.search(r"rank \d waited .* for rank 0 in call 0", caplog.text)
-
-
-@needs_peers
-def test_skew():
-    """Ranks that are late by up to a millisecond, each at other calls."""
-    exchange = exchange_of(timeout_s=20.0)
-
-    def wait(microseconds):
-        time.sleep(float(microseconds) * 1e-6)
-        return np.uint32(0)
-
-    def step(o, lse, delays):
-        def layer(carry, delay):
-            late = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.uint32), delay)
-            merged = exchange(Partial(o[0] + (carry + late).astype(o.dtype), lse[0], TWO))
-            return merged[0, 0, 0].astype(jnp.uint32) * 0, merged
-
-        return lax.scan(layer, jnp.uint32(0), delays[0])[1][None]
-
-    o, lse = partials(exchange, 2)
-    delays = np.random.default_rng(0).integers(1, 1000, (exchange.cp, 50)).astype(np.int32)
-    merged = np.asarray(mapped(exchange, step, check_vma=False)(o, lse, delays))
-    assert_merged(exchange, merged[:, 0], o, lse)
-    assert (merged.view(np.uint16) == merged[:, :1].view(np.uint16)).all()
-    exchange.check()
-
-
 # Long runs.
 
 
@@ -468,151 +284,3 @@ def test_two_programs_alternate_ten_thousand_times():
                 np.testing.assert_array_equal(np.asarray(merged).view(np.uint16), expected)
     one.check()
     two.check()
-
-
-# Memory.
-
-
-def spec_of(**facts) -> ExchangeSpec:
-    usual = {"cp": 8, "heads": 128, "head_dim": 512, "dtype": np.dtype(jnp.bfloat16), "max_tokens": 32}
-    return ExchangeSpec(**usual | facts)
-
-
-@pytest.mark.parametrize(
-    ("facts", "lse", "data"),
-    [
-        ({}, 2 * 7 * 512 * 4, 2 * 7 * 512 * 1024),  # 7 368 832 bytes with the 128 of the control line
-        ({"cp": 4, "heads": 8, "head_dim": 128, "max_tokens": 8}, 384, 24576),
-        ({"cp": 2, "heads": 2, "head_dim": 8, "max_tokens": 1}, 128, 32),  # 8 bytes of LSE fill a line
-        ({"cp": 8, "heads": 9, "head_dim": 64, "max_tokens": 3}, 384, 2 * 7 * 6 * 128),  # 6 rows: ceil(9 / 8) heads
-    ],
-)
-def test_bytes_of_a_workspace(facts, lse, data):
-    assert workspace.sizes(spec_of(**facts)) == {"control": 128, "lse": lse, "data": data, "total": 128 + lse + data}
-
-
-@needs_peers
-def test_describe_and_the_log_line(caplog):
-    caplog.set_level("INFO", "jaxcp")
-    exchange = exchange_of(max_tokens=8, heads=3 * RANKS, head_dim=128)
-    facts = exchange.describe()
-    assert facts["workspace_bytes"] == workspace.sizes(exchange.spec)["total"]
-    assert facts["capacity_rows"] == 24
-    assert facts["transport"] == ("peer access" if PLATFORM == "cuda" else "threads")
-    assert facts["bytes_sent_per_call"] == (RANKS - 1) * 24 * (256 + 4)
-    ready = [record.message for record in caplog.records if "exchange ready" in record.message]
-    assert len(ready) == 1
-    assert f"24 rows (8 tokens x 3 heads), {RANKS} x 0." in ready[0]
-
-
-@needs_peers
-def test_closing():
-    exchange = exchange_of()
-    merge, inputs = merging(exchange), partials(exchange, 2)
-    merge(*inputs).block_until_ready()
-    exchange.close()
-    exchange.close()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="is closed, or was never made"):
-        merge(*inputs).block_until_ready()
-    with pytest.raises(JaxcpError, match="closed"):
-        merging(exchange)(*inputs)
-    with pytest.raises(JaxcpError, match="closed"):
-        exchange.reset()
-
-
-@needs_peers
-def test_garbage_collection_frees_and_numbers_are_not_used_again():
-    first = exchange_of()
-    merge, inputs = merging(first), partials(first, 2)
-    merge(*inputs).block_until_ready()
-    block = first._engine.workspace
-    library, config, number = block.library, block.configs[0], block.number
-    merge = None
-    del first, block
-    gc.collect()
-    with pytest.raises(JaxcpError, match="has no workspace"):
-        library.launches(config)
-    assert exchange_of()._engine.workspace.number > number
-
-
-@needs_peers
-def test_one_rank_that_cannot_allocate_fails_the_set_up(monkeypatch):
-    exchange = exchange_of()
-    library = exchange._engine.workspace.library
-    made, create = [], library.create
-
-    def failing(config):
-        if config.rank == 1:
-            raise JaxcpError("out of memory")
-        made.append(config)
-        create(config)
-
-    monkeypatch.setattr(library, "create", failing)
-    with pytest.raises(
-        BackendError,
-        match=r"allocating the workspace failed in process 0: JaxcpError: out of "
-        "memory.*a2a",
-    ):
-        exchange_of()
-    with pytest.raises(JaxcpError, match="has no workspace"):
-        library.launches(made[0])
-
-
-# Refusals.
-
-
-@pytest.mark.parametrize(
-    ("facts", "why"),
-    [
-        ({"dtype": np.dtype(np.float32)}, "dtype float32 is not bfloat16 or float16"),
-        ({"head_dim": 7}, "head_dim = 7 x bfloat16 are not whole 16-byte units"),
-        ({"cp": 65}, "65 ranks exceed its 64"),
-        ({"max_tokens": 1 << 20}, "16777216 rows exceed its 16777215"),
-    ],
-)
-def test_shapes_it_cannot_serve(facts, why):
-    topology = Topology("cp", facts.get("cp", 8), (), "gpu", "NVIDIA H200", None)
-    assert why in fused.blocker(topology, spec_of(**facts))
-
-
-class FakeDevice:
-    """A GPU as far as a blocker looks."""
-
-    def __init__(self, slice_index):
-        self.slice_index = slice_index
-
-
-@pytest.mark.parametrize(
-    ("platform", "capability", "slices", "why"),
-    [
-        ("tpu", None, (0, 0), "not platform tpu"),
-        ("gpu", (8, 0), (0, 0), "compute capability 9.0 or newer, not 8.0"),
-        ("gpu", (9, 0), (0, 1), "devices are on 2 hosts"),
-        ("gpu", (9, 0), (0, 0), None),
-    ],
-)
-def test_places_it_cannot_serve(platform, capability, slices, why):
-    group = tuple(FakeDevice(index) for index in slices)
-    topology = Topology("cp", 2, (group,), platform, "", capability)
-    found = fused.blocker(topology, spec_of(cp=2))
-    assert found is None if why is None else why in found
-
-
-def test_a_name_with_a_blocker_is_an_error():
-    with pytest.raises(BackendError, match="float32 is not bfloat16"):
-        exchange_of(dtype="float32")
-    with pytest.raises(BackendError, match=r"flashinfer.*(platform|installed)"):
-        exchange_of(backend="flashinfer", dtype="float32" if PLATFORM == "cuda" else "bfloat16")
-
-
-@needs_peers
-def test_a_program_of_another_exchange_is_refused():
-    one, two = exchange_of(), exchange_of(head_dim=128)
-    program = merging(two)
-    monkey = one._engine.workspace.number
-    two._engine.workspace.number, kept = monkey, two._engine.workspace.number
-    try:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="was the program made for another one"):
-            program(*partials(two, 2)).block_until_ready()
-    finally:
-        two._engine.workspace.number = kept

@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from jaxcp import lse as lse_lib
 from jaxcp import native
+from jaxcp.errors import BuildError
 from jaxcp.exchange import fused
 from jaxcp.exchange.collective import pad_heads
 from jaxcp.exchange.spec import ExchangeSpec
@@ -119,7 +120,10 @@ def load(**options) -> native.Library:
     Raises:
       BuildError: it does not compile against the headers found.
     """
+    if why := header_blocker():
+        raise BuildError(f"flashinfer: {why}. Install it, or name the folder of its headers.")
     folder = include_folder()
+    assert folder is not None  # header_blocker has looked
     include = (native.source_folder() / "flashinfer_shim", folder)
     return native.load("flashinfer", include=include, stamp=_stamp(folder), **options)
 

@@ -1,0 +1,169 @@
+"""The fused exchange's memory from set-up to tear-down, and what it refuses."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import PLATFORM
+from fused_calls import (
+    RANKS,
+    exchange_of,
+    merging,
+    needs_peers,
+    on_several_gpus,
+    partials,
+)
+
+from jaxcp.errors import BackendError, JaxcpError
+from jaxcp.exchange import fused, workspace
+from jaxcp.exchange.spec import ExchangeSpec
+from jaxcp.topology import Topology
+
+pytestmark = on_several_gpus
+
+
+def spec_of(**facts) -> ExchangeSpec:
+    usual = {"cp": 8, "heads": 128, "head_dim": 512, "dtype": np.dtype(jnp.bfloat16), "max_tokens": 32}
+    return ExchangeSpec(**usual | facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "lse", "data"),
+    [
+        ({}, 2 * 7 * 512 * 4, 2 * 7 * 512 * 1024),  # 7 368 832 bytes with the 128 of the control line
+        ({"cp": 4, "heads": 8, "head_dim": 128, "max_tokens": 8}, 384, 24576),
+        ({"cp": 2, "heads": 2, "head_dim": 8, "max_tokens": 1}, 128, 32),  # 8 bytes of LSE fill a line
+        ({"cp": 8, "heads": 9, "head_dim": 64, "max_tokens": 3}, 384, 2 * 7 * 6 * 128),  # 6 rows: ceil(9 / 8) heads
+    ],
+)
+def test_bytes_of_a_workspace(facts, lse, data):
+    assert workspace.sizes(spec_of(**facts)) == {"control": 128, "lse": lse, "data": data, "total": 128 + lse + data}
+
+
+@needs_peers
+def test_describe_and_the_log_line(caplog):
+    caplog.set_level("INFO", "jaxcp")
+    exchange = exchange_of(max_tokens=8, heads=3 * RANKS, head_dim=128)
+    facts = exchange.describe()
+    assert facts["workspace_bytes"] == workspace.sizes(exchange.spec)["total"]
+    assert facts["capacity_rows"] == 24
+    assert facts["transport"] == ("peer access" if PLATFORM == "cuda" else "threads")
+    assert facts["bytes_sent_per_call"] == (RANKS - 1) * 24 * (256 + 4)
+    ready = [record.message for record in caplog.records if "exchange ready" in record.message]
+    assert len(ready) == 1
+    assert f"24 rows (8 tokens x 3 heads), {RANKS} x 0." in ready[0]
+
+
+@needs_peers
+def test_closing():
+    exchange = exchange_of()
+    merge, inputs = merging(exchange), partials(exchange, 2)
+    merge(*inputs).block_until_ready()
+    exchange.close()
+    exchange.close()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="is closed, or was never made"):
+        merge(*inputs).block_until_ready()
+    with pytest.raises(JaxcpError, match="closed"):
+        merging(exchange)(*inputs)
+    with pytest.raises(JaxcpError, match="closed"):
+        exchange.reset()
+
+
+@needs_peers
+def test_garbage_collection_frees_and_numbers_are_not_used_again():
+    first = exchange_of()
+    merge, inputs = merging(first), partials(first, 2)
+    merge(*inputs).block_until_ready()
+    block = first._engine.workspace
+    library, config, number = block.library, block.configs[0], block.number
+    merge = None
+    del first, block
+    gc.collect()
+    with pytest.raises(JaxcpError, match="has no workspace"):
+        library.launches(config)
+    assert exchange_of()._engine.workspace.number > number
+
+
+@needs_peers
+def test_one_rank_that_cannot_allocate_fails_the_set_up(monkeypatch):
+    exchange = exchange_of()
+    library = exchange._engine.workspace.library
+    made, create = [], library.create
+
+    def failing(config):
+        if config.rank == 1:
+            raise JaxcpError("out of memory")
+        made.append(config)
+        create(config)
+
+    monkeypatch.setattr(library, "create", failing)
+    with pytest.raises(
+        BackendError,
+        match=r"allocating the workspace failed in process 0: JaxcpError: out of "
+        "memory.*a2a",
+    ):
+        exchange_of()
+    with pytest.raises(JaxcpError, match="has no workspace"):
+        library.launches(made[0])
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"dtype": np.dtype(np.float32)}, "dtype float32 is not bfloat16 or float16"),
+        ({"head_dim": 7}, "head_dim = 7 x bfloat16 are not whole 16-byte units"),
+        ({"cp": 65}, "65 ranks exceed its 64"),
+        ({"max_tokens": 1 << 20}, "16777216 rows exceed its 16777215"),
+    ],
+)
+def test_shapes_it_cannot_serve(facts, why):
+    topology = Topology("cp", facts.get("cp", 8), (), "gpu", "NVIDIA H200", None)
+    assert why in fused.blocker(topology, spec_of(**facts))
+
+
+class FakeDevice:
+    """A GPU as far as a blocker looks."""
+
+    def __init__(self, slice_index):
+        self.slice_index = slice_index
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "slices", "why"),
+    [
+        ("tpu", None, (0, 0), "not platform tpu"),
+        ("gpu", (8, 0), (0, 0), "compute capability 9.0 or newer, not 8.0"),
+        ("gpu", (9, 0), (0, 1), "devices are on 2 hosts"),
+        ("gpu", (9, 0), (0, 0), None),
+    ],
+)
+def test_places_it_cannot_serve(platform, capability, slices, why):
+    group = tuple(FakeDevice(index) for index in slices)
+    topology = Topology("cp", 2, (group,), platform, "", capability)
+    found = fused.blocker(topology, spec_of(cp=2))
+    assert found is None if why is None else why in found
+
+
+def test_a_name_with_a_blocker_is_an_error():
+    with pytest.raises(BackendError, match="float32 is not bfloat16"):
+        exchange_of(dtype="float32")
+    with pytest.raises(BackendError, match=r"flashinfer.*(platform|installed)"):
+        exchange_of(backend="flashinfer", dtype="float32" if PLATFORM == "cuda" else "bfloat16")
+
+
+@needs_peers
+def test_a_program_of_another_exchange_is_refused():
+    one, two = exchange_of(), exchange_of(head_dim=128)
+    program = merging(two)
+    monkey = one._engine.workspace.number
+    two._engine.workspace.number, kept = monkey, two._engine.workspace.number
+    try:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="was the program made for another one"):
+            program(*partials(two, 2)).block_until_ready()
+    finally:
+        two._engine.workspace.number = kept
