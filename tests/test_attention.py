@@ -319,3 +319,17 @@ def test_negative_host_lengths_are_refused(lengths):
     with pytest.raises(ValueError, match="lengths: got -1; expected 0 <= lengths"):
         attention(jnp.zeros((2, 1, 8)), pages, pages, np.array([[1], [2]]), lengths, layer=0, layout=Interleave(1),
                   rank=0, scale=1.0, base=LogBase.E)
+
+
+def test_bounds_beyond_the_keys_given_do_not_reach_the_padding(monkeypatch):
+    """A chunk of a longer prefix: its keys are no multiple of the block, and every row sees all of them."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32)
+               for shape in ((1, 1, 3, 8), (1, 10, 1, 8), (1, 10, 1, 8)))
+    options = {"scale": 1.0, "base": LogBase.E}
+    whole = online.attend(q, k, v, jnp.full((1, 3), 10), **options)
+    monkeypatch.setattr(online, "MAX_BLOCK_KEYS", 7)
+    start = lse.neutral(q.shape, jnp.float32, LogBase.E)
+    blocks = online.attend_rows(start, q, k, v, jnp.full((1, 3), 25), **options)
+    np.testing.assert_allclose(blocks.o, whole.o, atol=1e-6)
+    np.testing.assert_allclose(blocks.lse, whole.lse, atol=1e-6)

@@ -120,6 +120,7 @@ def attend_rows(
     keys = min(block_keys(q.shape[0] * q.shape[1] * q.shape[2], 1), k.shape[1])
     if keys == k.shape[1]:
         return lse.merge_two(start, attend(q, k, v, bound, scale=scale, base=base))
+    bound = jnp.minimum(bound, k.shape[1])  # it may lie beyond the keys given, and must not reach the padding
     k, v = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % keys), (0, 0), (0, 0))) for x in (k, v))
 
     def step(i, merged):
