@@ -127,7 +127,10 @@ class Cache:
 
     def partition_specs(self, axis_name: str | None, data_axes: Sequence[str] = ()) -> "Cache":
         """The same pytree with PartitionSpecs for leaves: rows over both kinds of axes, requests over `data_axes`."""
-        rows, requests = P(None, (*data_axes, axis_name) if data_axes else axis_name), P(tuple(data_axes) or None)
+        # P() and not P(None): jax 0.11 takes them for different shardings, and would compile a second step.
+        rows, requests = P(None, axis_name), P()
+        if data_axes:
+            rows, requests = P(None, (*data_axes, axis_name)), P(tuple(data_axes))
         return dataclasses.replace(self, k=rows, v=None if self.v is None else rows, page_table=requests,
                                    dropped=requests)
 
