@@ -1,6 +1,7 @@
 """The fused exchange's memory from set-up to tear-down, and what it refuses."""
 
 import gc
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,10 @@ from fused_calls import (
     partials,
 )
 
-from jaxcp.errors import BackendError, JaxcpError
+from jaxcp.errors import BackendError, BuildError, JaxcpError
 from jaxcp.exchange import fused, workspace
 from jaxcp.exchange.spec import ExchangeSpec
+from jaxcp.native import compiler
 from jaxcp.topology import Topology
 
 pytestmark = on_several_gpus
@@ -127,10 +129,15 @@ def test_shapes_it_cannot_serve(facts, why):
 
 
 class FakeDevice:
-    """A GPU as far as a blocker looks."""
+    """A GPU of this process as far as a blocker looks."""
+
+    process_index, client = 0, types.SimpleNamespace(process_index=lambda: 0)
 
     def __init__(self, slice_index):
         self.slice_index = slice_index
+
+    def default_memory(self):
+        return "device"
 
 
 @pytest.mark.parametrize(
@@ -142,11 +149,21 @@ class FakeDevice:
         ("gpu", (9, 0), (0, 0), None),
     ],
 )
-def test_places_it_cannot_serve(platform, capability, slices, why):
+def test_places_it_cannot_serve(platform, capability, slices, why, monkeypatch):
     group = tuple(FakeDevice(index) for index in slices)
     topology = Topology("cp", 2, (group,), platform, "", capability)
+    monkeypatch.setattr(compiler, "nvcc", lambda: None)
     found = fused.blocker(topology, spec_of(cp=2))
     assert found is None if why is None else why in found
+
+
+def test_a_machine_that_cannot_build_it(monkeypatch):
+    def missing():
+        raise BuildError("nvcc: got none")
+
+    monkeypatch.setattr(compiler, "nvcc", missing)
+    topology = Topology("cp", 2, ((FakeDevice(0), FakeDevice(0)),), "gpu", "", (9, 0))
+    assert fused.blocker(topology, spec_of(cp=2)) == "its library cannot be built: nvcc: got none"
 
 
 def test_a_name_with_a_blocker_is_an_error():

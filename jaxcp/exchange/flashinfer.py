@@ -56,7 +56,8 @@ def blocker(topology: Topology, spec: ExchangeSpec) -> str | None:
     """Why FlashInfer's kernel cannot serve this mesh and spec, or None; host facts only."""
     if topology.platform != "gpu":
         return f"it needs NVIDIA GPUs, not platform {topology.platform}"
-    return fused.placement_blocker(topology, spec) or fused.shape_blocker(spec) or header_blocker()
+    why = fused.placement_blocker(topology, spec) or fused.shape_blocker(spec) or header_blocker()
+    return why or fused.build_blocker(topology)
 
 
 class Engine:

@@ -16,10 +16,12 @@ from jaxtyping import Array
 
 from jaxcp import lse as lse_lib
 from jaxcp import native
+from jaxcp.errors import BuildError
 from jaxcp.exchange import order
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.exchange.workspace import Workspace, hosts_of
 from jaxcp.lse import LogBase, Partial
+from jaxcp.native import compiler
 from jaxcp.native.library import register_compile_only
 from jaxcp.topology import Topology
 
@@ -34,7 +36,7 @@ _sites = itertools.count()
 
 def blocker(topology: Topology, spec: ExchangeSpec) -> str | None:
     """Why the kernel cannot serve this mesh and spec, or None; host facts only."""
-    return placement_blocker(topology, spec) or shape_blocker(spec)
+    return placement_blocker(topology, spec) or shape_blocker(spec) or build_blocker(topology)
 
 
 def placement_blocker(topology: Topology, spec: ExchangeSpec) -> str | None:
@@ -58,6 +60,17 @@ def shape_blocker(spec: ExchangeSpec) -> str | None:
         return f"rows of head_dim = {spec.head_dim} x {spec.dtype.name} are not whole {UNIT_BYTES}-byte units"
     if spec.max_tokens * spec.heads_per_rank >= MAX_ROWS:
         return f"max_tokens x heads_per_rank = {spec.max_tokens * spec.heads_per_rank} rows exceed its {MAX_ROWS - 1}"
+    return None
+
+
+def build_blocker(topology: Topology) -> str | None:
+    """What stands against building the library; nothing where programs are only compiled for GPUs."""
+    if topology.platform != "gpu" or not topology.runnable:
+        return None
+    try:
+        compiler.nvcc()
+    except BuildError as error:
+        return f"its library cannot be built: {error}"
     return None
 
 

@@ -1,6 +1,7 @@
 """Finds the compilers of the native library and says how to get one that is missing."""
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import shutil
@@ -75,6 +76,7 @@ def _nvcc_candidates() -> list[Path]:
     return candidates
 
 
+@functools.cache
 def _probed(path: Path) -> Compiler:
     try:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True)
