@@ -149,6 +149,16 @@ def test_a_full_cache_is_not_overrun():
     assert [len(tokens) for tokens in done.tokens] == [6, 6, 6]
 
 
+def test_a_request_stays_at_its_limit():
+    step = decoder(2, "auto", 3)
+    state = prefilled(step, max_new=3)
+    for _ in range(5):
+        state, emitted = step(state)
+    assert state.lengths.tolist() == [len(prompt) + 3 for prompt in PROMPTS]
+    assert emitted.counts.tolist() == [0, 0, 0]
+    assert state.tokens[0, len(PROMPTS[0]) :].tolist()[:4] == [*expected()[0][0][:3], 0]
+
+
 def test_rows_that_do_not_fit_are_reported():
     """If the host's check of the limits is by-passed, the cache itself tells."""
     step = decoder(3)
@@ -190,20 +200,32 @@ def test_rope_turns_adjacent_pairs():
     np.testing.assert_allclose(got, llama_oracle._rope(x.astype(np.float64), 100.0), atol=1e-5)
 
 
-def test_greedy_takes_the_smallest_of_equal_logits():
-    """Two equal rows of the embedding, on different ranks: the lower id wins, with a gap of 0."""
+def head(embedding, x):
+    """(best token, gap) for one hidden state over 3 ranks; 7 tokens, so that 2 rows of the last rank are padding."""
     config = dataclasses.replace(tiny_llama.CONFIG, vocabulary=7)
-    embedding = np.random.default_rng(1).normal(size=(7, config.width)).astype(np.float32)
-    embedding[5] = embedding[2] = 3 * embedding[2]
     weights = {"embedding": embedding, "norm": np.ones(config.width, np.float32)}
     mesh = make_mesh(3)
-    placed = llama.place(weights, config, mesh, "cp")
     specs = (llama.partition_specs(weights, "cp"), P())
     step = jax.shard_map(
         lambda w, x: llama.greedy(w, x, config, "cp"), mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
     )
-    token, gap = jax.jit(step)(placed, embedding[2:3])
-    assert (int(token[0]), float(gap[0])) == (2, 0.0)
+    token, gap = jax.jit(step)(llama.place(weights, config, mesh, "cp"), x[None])
+    return int(token[0]), float(gap[0])
+
+
+def test_the_smallest_of_equal_logits_wins():
+    """Two equal rows of the embedding, on different ranks: the lower id wins, with a gap of 0."""
+    embedding = np.random.default_rng(1).normal(size=(7, tiny_llama.CONFIG.width)).astype(np.float32)
+    embedding[5] = embedding[2] = 3 * embedding[2]
+    assert head(embedding, embedding[2]) == (2, 0.0)
+
+
+def test_padding_of_the_vocabulary_is_no_token():
+    """All logits are negative; the padding's would be 0."""
+    x = np.ones(tiny_llama.CONFIG.width, np.float32)
+    token, gap = head(np.outer([-5, -4, -3, -9, -8, -7, -6], x).astype(np.float32), x)
+    assert token == 2
+    assert gap == pytest.approx(tiny_llama.CONFIG.width, rel=1e-4)
 
 
 DRAFTS = {
