@@ -73,7 +73,10 @@ class Call {
     for (uint32_t t = 0; t < schedule.items(); ++t) {
       const Item item = schedule[t];
       if (item.receive) {
-        for_rows(item.index, rows, [&](uint32_t row) { receive(static_cast<int>(row)); });
+        for_rows(item.index, rows, [&](uint32_t row) {
+          if (dead_on_entry) return fill_nan(static_cast<int>(row));  // what lies in the slot may be an earlier call's
+          receive(static_cast<int>(row));
+        });
       } else if (!dead_on_entry) {
         for_rows(item.index, rows * schedule.peers, [&](uint32_t entry) { send(entry, schedule.peers); });
       }

@@ -1,5 +1,5 @@
 // The host twin by itself, so that sanitizers can see it (they cannot see through jaxlib): ranks as threads of this
-// process, calls of random sizes, results against a merge written out here, and a rank that does not come.
+// process, calls of random sizes, results against a merge written out here, and ranks that do not come or come too late.
 //
 // twin_test CALLS
 #include <cstdio>
@@ -142,6 +142,37 @@ void absent(Group& g) {
   g.blank();
 }
 
+// Rank 0 gives up in call 0, and what it waited for comes afterwards. Its call 2, on the same slot, must not take that.
+void stale(Group& g) {
+  std::mt19937 random(3);
+  const Partials p = random_partials(g, random);
+  std::vector<uint16_t> out(static_cast<size_t>(g.layout().capacity * g.dim));
+  std::vector<float> lse(static_cast<size_t>(g.layout().capacity));
+  const auto call = [&](uint64_t timeout) {
+    twin::exchange(g.params(0, g.max_tokens, p.o.data(), p.lse.data(), out.data(), lse.data(), timeout));
+  };
+  call(kSecond / 20);
+  std::vector<std::thread> others;
+  for (int r = 1; r < g.cp; ++r) {
+    others.emplace_back([&, r] {
+      std::vector<uint16_t> theirs(out.size());
+      twin::exchange(g.params(r, g.max_tokens, p.o.data(), p.lse.data(), theirs.data(), nullptr, 60 * kSecond));
+      if (g.status[r] != 0) fail("rank 0 sent too little", 0, r, Expiry::unpacked(g.status[r]).row);
+    });
+  }
+  for (auto& other : others) other.join();
+  for (int n = 1; n <= 2; ++n) {
+    std::fill(out.begin(), out.end(), 0), std::fill(lse.begin(), lse.end(), 0.0f);
+    call(60 * kSecond);
+    for (int row = 0; row < g.max_tokens * g.rows_per_token(); ++row) {
+      bool nan = std::isnan(lse[row]);
+      for (int i = 0; i < g.dim; ++i) nan &= std::isnan(twin::widen(out[row * g.dim + i], Dtype::bfloat16));
+      if (!nan) fail("a dead workspace gave a result", n, 0, row);
+    }
+  }
+  g.blank();
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -151,6 +182,7 @@ int main(int count, char** arguments) {
     many_calls(g, calls);
     g.blank();
     absent(g);
+    stale(g);
     many_calls(g, 3);
   }
   std::puts("ok");
