@@ -108,6 +108,40 @@ def test_set_up_calls_and_tear_down():
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("jaxcp-")]
 
 
+CLOSING = (
+    PROGRAM
+    + """
+with launch.joined():
+    from jax import lax
+    import jax.numpy as jnp
+    def late(lse):
+        time.sleep(0.3)
+        return lse
+    def step(o, lse):  # rank 0 never comes, rank 1 late; 64 tokens: more than is sent before the first wait
+        lse = lax.cond(lax.axis_index("cp") == 1, lambda: jax.pure_callback(late, lse, lse), lambda: lse)
+        missing = jnp.zeros((64, exchange.heads_per_rank, 64), o.dtype)
+        merge = lambda: exchange(Partial(o[0], lse[0], LogBase.TWO))
+        return lax.cond(lax.axis_index("cp") == 0, lambda: missing, merge)[None]
+    o, lse = jnp.ones((4, 64, 9, 64), jnp.bfloat16), jnp.ones((4, 64, 9))
+    for pause in (0.1, 0.4):  # closed before and after the late rank comes
+        exchange = exchange_of(max_tokens=64, timeout_s=0.1)  # ten times as long in a first call
+        program = jax.jit(jax.shard_map(step, mesh=exchange.mesh, in_specs=P("cp"), out_specs=P("cp"), check_vma=False))
+        out = program.lower(o, lse).compile()(o, lse)
+        time.sleep(pause)
+        exchange.close()
+        error(out.block_until_ready)  # NaN, or the late rank's refusal
+    launch.report({"done": True})
+"""
+)
+
+
+def test_closing_under_running_calls():
+    """Calls of the twin run on threads of their own and write into peers' blocks, which must outlive them."""
+    (outcome,) = launch.run(["-c", CLOSING], 1, devices=4, limit_s=120.0)
+    assert outcome.failure is None, outcome.output
+    assert outcome.summary["done"]
+
+
 LOSING = (
     PROGRAM
     + """

@@ -1,5 +1,8 @@
 // XLA FFI handlers of the host twin (platform "cpu"), and the stand-in for the GPU's that can only be compiled.
+#include <exception>
 #include <memory>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -16,15 +19,29 @@ ffi::Future failed(ffi::Error error) {
   return future;
 }
 
+ffi::Error call(const ExchangeParams& params) {
+  try {
+    twin::exchange(params);
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {  // out of memory
+    return ffi::Error::Internal(std::string("jaxcp: ") + error.what());
+  }
+}
+
 // A call waits for its peers on a thread of its own. XLA:CPU's devices share one pool of threads, which the waiting calls
 // of some devices together with their psums could fill before the other devices have begun theirs.
-ffi::Future run(std::shared_ptr<Workspace> workspace, const ExchangeParams& params) {
+ffi::Future run(std::unique_ptr<Running> running, const ExchangeParams& params) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  std::thread([workspace = std::move(workspace), params, promise]() mutable {
-    twin::exchange(params);
-    promise.SetAvailable();
-  }).detach();
+  try {
+    std::thread([running = std::move(running), params, promise]() mutable {
+      ffi::Error error = call(params);
+      running.reset();  // before anybody can see the result: who has seen all results may close the exchange
+      error.failure() ? promise.SetError(std::move(error)) : promise.SetAvailable();
+    }).detach();
+  } catch (const std::system_error& error) {
+    return failed(ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jaxcp: no thread for a call: ") + error.what()));
+  }
   return future;
 }
 
@@ -40,9 +57,15 @@ ffi::Future fused(int32_t device, ffi::RunId run_id, ffi::AnyBuffer o, ffi::Buff
   if (ffi::Error error = take_buffers(workspace.config, o, lse, out, more, base, params); error.failure()) {
     return failed(std::move(error));
   }
+  std::unique_ptr<Running> running;
+  try {
+    running = std::make_unique<Running>(workspaces.front());
+  } catch (const std::exception& error) {
+    return failed(ffi::Error::Internal(std::string("jaxcp: ") + error.what()));
+  }
   ++workspace.launches;
   token->typed_data()[0] = 0;
-  return run(workspaces.front(), params);
+  return run(std::move(running), params);
 }
 
 ffi::Error compile_only(ffi::RemainingArgs, ffi::RemainingRets) {

@@ -39,7 +39,7 @@ void copy_to_host(int device, void* target, const void* source, std::size_t byte
 // Every byte becomes `value`, before the call returns: a fast peer may write as soon as it can map the block.
 void fill(int device, void* block, int value, std::size_t bytes);
 
-// Waits for everything that was launched on `device`.
+// Waits for everything that was launched on `device`; on the host nothing is.
 void synchronize(int device);
 
 }  // namespace jaxcp::memory

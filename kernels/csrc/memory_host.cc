@@ -16,8 +16,9 @@
 namespace jaxcp::memory {
 namespace {
 
-std::mutex names_mutex;
-std::map<void*, std::string> names;  // of the shared blocks of this process
+// Names of the shared blocks of this process. Never destroyed: a call may end, and free its block, while the process exits.
+std::mutex& names_mutex = *new std::mutex;
+std::map<void*, std::string>& names = *new std::map<void*, std::string>;
 
 [[noreturn]] void fail(const std::string& what) {
   throw std::runtime_error(what + ": " + std::strerror(errno));
@@ -99,6 +100,6 @@ void copy_to_device(int, void* target, const void* source, std::size_t bytes) { 
 void copy_to_host(int, void* target, const void* source, std::size_t bytes) { std::memcpy(target, source, bytes); }
 void fill(int, void* block, int value, std::size_t bytes) { std::memset(block, value, bytes); }
 
-void synchronize(int) {}  // a call of the twin has ended when its handler returns
+void synchronize(int) {}  // there is no device; a workspace counts the twin's running calls itself
 
 }  // namespace jaxcp::memory

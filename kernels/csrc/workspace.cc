@@ -38,15 +38,16 @@ Workspace::~Workspace() {
       std::fprintf(stderr, "jaxcp: while freeing a workspace: %s\n", error.what());
     }
   };
-  quietly([&] { memory::synchronize(config.device); });
-  quietly([&] { detach(); });
+  quietly([&] { at_rest(); });
+  quietly([&] { unmap(); });
   quietly([&] { memory::release(config.device, own_, block::bytes(config)); });
   quietly([&] { memory::release_mapped(config.device, status_, sizeof(uint64_t)); });
 }
 
-void Workspace::attach(const Workspace& peer) {
-  memory::enable_peer(config.device, peer.config.device);
-  by_rank_[static_cast<std::size_t>(peer.config.rank)] = peer.own_;
+void Workspace::attach(const std::shared_ptr<Workspace>& peer) {
+  memory::enable_peer(config.device, peer->config.device);
+  by_rank_[static_cast<std::size_t>(peer->config.rank)] = peer->own_;
+  peers_.push_back(peer);
 }
 
 void Workspace::attach(int rank, const memory::Handle& handle) {
@@ -56,14 +57,29 @@ void Workspace::attach(int rank, const memory::Handle& handle) {
 
 void Workspace::connected() { block::connect(config, own_, by_rank_); }
 
+std::unique_lock<std::mutex> Workspace::at_rest() {
+  std::unique_lock lock(running_mutex_);
+  ended_.wait(lock, [&] { return running_ == 0; });  // bounded: every wait of a call is
+  memory::synchronize(config.device);
+  return lock;
+}
+
+void Workspace::synchronize() { at_rest(); }
+
 void Workspace::detach() {
+  const auto lock = at_rest();
+  detached_ = true;
+  unmap();
+}
+
+void Workspace::unmap() {
   for (std::uint8_t*& block : imported_) {
     if (block != nullptr) memory::release_import(config.device, std::exchange(block, nullptr), block::bytes(config));
   }
 }
 
 void Workspace::blank() {
-  memory::synchronize(config.device);
+  const auto lock = at_rest();
   block::blank(config, own_);
   std::atomic_ref(*status_).store(0, std::memory_order_release);
 }
@@ -83,13 +99,13 @@ ExchangeParams Workspace::params(int64_t site) {
   return p;
 }
 
-uint32_t Workspace::call() const {
-  memory::synchronize(config.device);
+uint32_t Workspace::call() {
+  const auto lock = at_rest();
   return block::read_call(config, own_);
 }
 
 void Workspace::set_call(uint32_t number) {
-  memory::synchronize(config.device);
+  const auto lock = at_rest();
   block::write_call(config, own_, number);
 }
 
@@ -103,8 +119,25 @@ bool Workspace::first_of(int64_t site) {
   return sites_.insert(site).second;
 }
 
+Running::Running(std::shared_ptr<Workspace> workspace) : own_(std::move(workspace)) {
+  bool closed = false;
+  for (const std::weak_ptr<Workspace>& peer : own_->peers_) {
+    peers_.push_back(peer.lock());
+    closed |= peers_.back() == nullptr;
+  }
+  const std::lock_guard lock(own_->running_mutex_);
+  if (closed || own_->detached_) throw std::runtime_error("exchange " + std::to_string(own_->config.exchange) + " is closed");
+  ++own_->running_;
+}
+
+Running::~Running() {
+  const std::lock_guard lock(own_->running_mutex_);
+  if (--own_->running_ == 0) own_->ended_.notify_all();
+}
+
 Registry& Registry::instance() {
-  static Registry registry;
+  // Never destroyed: at exit calls may still run, and CUDA may be gone, when static objects die. The process ends anyway.
+  static Registry& registry = *new Registry;
   return registry;
 }
 
@@ -136,7 +169,7 @@ std::vector<std::shared_ptr<Workspace>> Registry::on_device(int64_t exchange, in
 }
 
 void Registry::erase(int64_t exchange, int device, int rank) {
-  std::shared_ptr<Workspace> dying;  // freed without the lock: freeing waits for the device
+  std::shared_ptr<Workspace> dying;  // freed after the lock: freeing waits for the device
   const std::lock_guard lock(mutex_);
   if (const auto found = workspaces_.find({exchange, device, rank}); found != workspaces_.end()) {
     dying = std::move(found->second);

@@ -12,9 +12,14 @@
 // running program failed, the others would wait for them in the program's next collective. So the first handler of an
 // execution decides for the whole of it: an execution that began alive runs to its end (with NaN), and one that begins
 // dead fails on every device.
+//
+// WHO KEEPS A BLOCK ALIVE. A GPU's calls end with its stream, which `synchronize` waits for. A call of the host twin runs on
+// a thread of its own and writes into its peers' blocks, so it is counted while it runs (`Running`), and holds its own
+// workspace and its peers' of this process.
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -54,18 +59,19 @@ class Workspace {
   Workspace& operator=(const Workspace&) = delete;
 
   memory::Handle handle() const { return memory::export_handle(config.device, own_); }
-  void attach(const Workspace& peer);                         // of this process
+  void attach(const std::shared_ptr<Workspace>& peer);        // of this process
   void attach(int rank, const memory::Handle& handle);        // of another process
   void forget_name() { memory::forget_name(config.device, own_); }
-  void connected();  // all peers are attached
-  void detach();     // unmaps blocks of other processes; the workspace can only be destroyed then
-  void blank();      // while no rank is in a call
+  void connected();    // all peers are attached
+  void synchronize();  // waits for everything that was launched, on the device or on threads of the host
+  void detach();       // unmaps blocks of other processes; the workspace can only be destroyed then
+  void blank();        // while no rank is in a call
 
   // What the workspace knows of a call; the handler adds its buffers.
   ExchangeParams params(int64_t site);
 
   Expiry expiry() const { return Expiry::unpacked(std::atomic_ref(*status_).load(std::memory_order_acquire)); }
-  uint32_t call() const;           // calls finished so far; waits for the device
+  uint32_t call();                 // calls finished so far; waits for the device
   void set_call(uint32_t number);  // tests: calls near the wrap
   std::uint8_t* block() const { return own_; }
 
@@ -76,16 +82,38 @@ class Workspace {
   std::atomic<int64_t> launches{0};  // handler calls; replays of a captured launch are not among them
 
  private:
+  friend class Running;
   bool first_of(int64_t site);
+  void unmap();
+  std::unique_lock<std::mutex> at_rest();  // no call runs, and none begins while the lock is held
 
   std::uint8_t* own_ = nullptr;
   uint64_t* status_ = nullptr;
   void* status_on_device_ = nullptr;
   std::vector<std::uint8_t*> by_rank_;
   std::vector<std::uint8_t*> imported_;
+  std::vector<std::weak_ptr<Workspace>> peers_;  // of this process
   std::mutex mutex_;
   std::unordered_set<int64_t> sites_;
+  std::mutex running_mutex_;
+  std::condition_variable ended_;
+  int running_ = 0;
+  bool detached_ = false;
   std::atomic<const void*> stream_{nullptr};
+};
+
+// One call of the host twin, from its begin to its end.
+class Running {
+ public:
+  // Throws std::runtime_error if the exchange is being torn down: blocks are unmapped or freed already.
+  explicit Running(std::shared_ptr<Workspace> workspace);
+  ~Running();
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+
+ private:
+  std::shared_ptr<Workspace> own_;
+  std::vector<std::shared_ptr<Workspace>> peers_;
 };
 
 // The workspaces of this process by (exchange, device, rank). A device has one rank of an exchange, or all of them

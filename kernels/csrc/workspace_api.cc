@@ -49,7 +49,7 @@ const char* jaxcp_export(const Config* config, jaxcp::memory::Handle* handle) {
 
 // A peer of this process: found in the table under its own config.
 const char* jaxcp_attach(const Config* config, const Config* peer) {
-  return guarded([&] { find(config)->attach(*find(peer)); });
+  return guarded([&] { find(config)->attach(find(peer)); });
 }
 
 const char* jaxcp_attach_handle(const Config* config, int32_t rank, const jaxcp::memory::Handle* handle) {
@@ -92,14 +92,11 @@ const char* jaxcp_launches(const Config* config, int64_t* count) {
 }
 
 const char* jaxcp_synchronize(const Config* config) {
-  return guarded([&] { jaxcp::memory::synchronize(config->device); });
+  return guarded([&] { find(config)->synchronize(); });
 }
 
 const char* jaxcp_detach(const Config* config) {
-  return guarded([&] {
-    jaxcp::memory::synchronize(config->device);
-    find(config)->detach();
-  });
+  return guarded([&] { find(config)->detach(); });
 }
 
 const char* jaxcp_destroy(const Config* config) {
