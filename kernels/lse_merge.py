@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt32
 
+from jaxcp import varying
 from jaxcp.lse import LogBase
 
 NAME = "lse_merge"
@@ -154,6 +155,7 @@ def _merge(p: _Problem, rows: Array, lse: Array, cut: Tiling | None, interpret: 
         for start, (lses, words) in zip(starts, loaded, strict=True):
             _merge_block(p, cut, start, lses, words, *outputs)
 
+    rows, lse = varying.alike(rows, lse)
     # The outputs differ between the ranks of a shard_map as the inputs do.
     array = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(rows).manual_axis_type)
     out = [array((p.rows * p.row,), jnp.uint32)] + [array((p.rows,), jnp.float32)] * p.return_lse

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxcp import lse
+from jaxcp import lse, varying
 from jaxcp.lse import LogBase, Partial
 from jaxcp.products import contract
 
@@ -139,10 +139,5 @@ def _varying_as(start: Partial, step: Callable[[Array, Partial], Partial], count
     """`start`, marked as varying over the mesh axes over which a step's result varies (shard_map's check_vma)."""
     leaves, tree = jax.tree.flatten(start)
     results = jax.eval_shape(lambda i, merged: jax.tree.leaves(step(i, merged)), jnp.zeros_like(count), start)
-    varying = [lax.pcast(x, tuple(_axes(y) - _axes(x)), to="varying") for x, y in zip(leaves, results, strict=True)]
-    return jax.tree.unflatten(tree, varying)
-
-
-def _axes(x) -> frozenset[str]:
-    kind = (jax.typeof(x) if isinstance(x, jax.Array) else x).manual_axis_type
-    return kind.varying if kind else frozenset()
+    marked = [varying.over(varying.axes(y), x)[0] for x, y in zip(leaves, results, strict=True)]
+    return jax.tree.unflatten(tree, marked)

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxcp import lse as lse_lib
-from jaxcp import native
+from jaxcp import native, varying
 from jaxcp.errors import BuildError
 from jaxcp.exchange import order
 from jaxcp.exchange.spec import ExchangeSpec
@@ -145,6 +145,5 @@ def custom_call(
     operands = lax.optimization_barrier(operands)
     first, token, *others = call(*operands, order.current(), **attributes)
     order.enter(token)
-    # shard_map takes an FFI call's results for the same on all ranks; they differ wherever the partials do.
-    axes = tuple(jax.typeof(operands[0]).manual_axis_type.varying)
-    return lax.pcast(lax.optimization_barrier((first, *others)), axes, to="varying")
+    # shard_map takes an FFI call's results for the same on all ranks; they differ wherever one of the partials does.
+    return varying.over(varying.axes(*operands), *lax.optimization_barrier((first, *others)))
