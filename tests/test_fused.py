@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcp import LogBase, Partial
+from jaxcp.exchange import fused
 
 pytestmark = on_several_gpus
 CASES = [case for case in cases.EXCHANGE if case.dtype in ("bfloat16", "float16") and case.cp <= DEVICES]
@@ -241,6 +242,25 @@ def test_differentiation_is_refused():
         exchange, lambda o, lse: jax.grad(lambda o: exchange(Partial(o[0], lse[0], TWO)).astype(jnp.float32).sum())(o)
     )
     with pytest.raises(NotImplementedError, match="it has no derivative"):
+@needs_peers
+@pytest.mark.parametrize("wider", ["o", "lse"])
+def test_results_differ_wherever_one_of_the_operands_does(wider):
+    if DEVICES < 4:
+        pytest.skip("needs four devices")
+    mesh = Mesh(np.array(jax.devices()[: DEVICES // 2 * 2]).reshape(2, -1), ("data", "cp"))
+    exchange = exchange_of(mesh.shape["cp"], mesh=mesh)
+    o, lse = partials(exchange, 2)
+    wide = {"o": o, "lse": lse}[wider]
+    arguments = {"o": o, "lse": lse} | {wider: np.stack([wide, wide * 2])}
+    specs = {"o": P("cp"), "lse": P("cp")} | {wider: P("data", "cp")}
+
+    def step(x):
+        x = x | {wider: x[wider][0]}
+        return exchange(Partial(x["o"][0], x["lse"][0], TWO))[None]
+
+    with pytest.raises(ValueError, match="out_specs"):  # replicas along "data" would differ
+        jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=P("cp")))(arguments)
+
         loss(*partials(exchange, 2))
 
 
