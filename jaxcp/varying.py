@@ -21,7 +21,8 @@ def axes(*values: Any) -> frozenset[str]:
 
 def over(names: frozenset[str], *values: Array) -> tuple[Array, ...]:
     """`values`, marked as differing over `names` as well."""
-    return tuple(lax.pcast(x, missing, to="varying") if (missing := tuple(sorted(names - axes(x)))) else x for x in values)
+    missing = [tuple(sorted(names - axes(x))) for x in values]
+    return tuple(lax.pcast(x, new, to="varying") if new else x for x, new in zip(values, missing, strict=True))
 
 
 def alike(*values: Array) -> tuple[Array, ...]:

@@ -225,24 +225,6 @@ def test_shard_map_knows_that_results_differ_between_ranks():
 
 
 @needs_peers
-def test_vmap_folds_into_tokens():
-    exchange = exchange_of(max_tokens=16)
-    o, lse = partials(exchange, 12)
-    fold = lambda x: x.reshape(exchange.cp, 3, 4, *x.shape[2:])  # noqa: E731
-    step = lambda o, lse: jax.vmap(lambda o, lse: exchange(Partial(o, lse, TWO)))(o[0], lse[0])[None]  # noqa: E731
-    merged = mapped(exchange, step)(fold(o), fold(lse))
-    assert_merged(exchange, np.asarray(merged).reshape(exchange.cp, 12, *merged.shape[3:]), o, lse)
-    assert call_numbers(exchange) == [1] * exchange.cp
-
-
-@needs_peers
-def test_differentiation_is_refused():
-    exchange = exchange_of()
-    loss = mapped(
-        exchange, lambda o, lse: jax.grad(lambda o: exchange(Partial(o[0], lse[0], TWO)).astype(jnp.float32).sum())(o)
-    )
-    with pytest.raises(NotImplementedError, match="it has no derivative"):
-@needs_peers
 @pytest.mark.parametrize("wider", ["o", "lse"])
 def test_results_differ_wherever_one_of_the_operands_does(wider):
     if DEVICES < 4:
@@ -261,6 +243,24 @@ def test_results_differ_wherever_one_of_the_operands_does(wider):
     with pytest.raises(ValueError, match="out_specs"):  # replicas along "data" would differ
         jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=P("cp")))(arguments)
 
+@needs_peers
+def test_vmap_folds_into_tokens():
+    exchange = exchange_of(max_tokens=16)
+    o, lse = partials(exchange, 12)
+    fold = lambda x: x.reshape(exchange.cp, 3, 4, *x.shape[2:])  # noqa: E731
+    step = lambda o, lse: jax.vmap(lambda o, lse: exchange(Partial(o, lse, TWO)))(o[0], lse[0])[None]  # noqa: E731
+    merged = mapped(exchange, step)(fold(o), fold(lse))
+    assert_merged(exchange, np.asarray(merged).reshape(exchange.cp, 12, *merged.shape[3:]), o, lse)
+    assert call_numbers(exchange) == [1] * exchange.cp
+
+
+@needs_peers
+def test_differentiation_is_refused():
+    exchange = exchange_of()
+    loss = mapped(
+        exchange, lambda o, lse: jax.grad(lambda o: exchange(Partial(o[0], lse[0], TWO)).astype(jnp.float32).sum())(o)
+    )
+    with pytest.raises(NotImplementedError, match="it has no derivative"):
         loss(*partials(exchange, 2))
 
 
