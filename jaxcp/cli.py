@@ -13,7 +13,6 @@ from typer.core import TyperGroup
 from jaxcp.errors import JaxcpError, invalid
 
 DEMO_DEVICES = 8
-PROCESS_LIMIT_S = 3600.0
 
 
 class _Commands(TyperGroup):
@@ -50,6 +49,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Result as the last line of stdout.")] = False,
     processes: Annotated[int, typer.Option(help="Processes of this host that share the ranks.")] = 1,
+    limit: Annotated[float, typer.Option(help="Seconds after which --processes ends what still runs.")] = 3600.0,
 ) -> None:
     """Continue a prompt greedily with a real model whose KV cache is split over the ranks."""
     from jaxcp import launch
@@ -58,7 +58,7 @@ def generate(
     text = completion.prompt_text(prompt, file)
     request = completion.Request(text, model, model_file, cp, backend, max_new, speculate, ignore_eos)
     if processes != 1 and not launch.launched():
-        _relaunch(processes, cp)
+        _relaunch(processes, cp, limit)
         return
     launch.virtual_devices(max(cp, 1))
     with launch.joined() as process, open(os.devnull, "w") as nowhere:
@@ -135,7 +135,7 @@ def exchange(
     exchange.run(output=output, repeat=repeat, console=Console())
 
 
-def _relaunch(processes: int, cp: int) -> None:
+def _relaunch(processes: int, cp: int, limit_s: float) -> None:
     """Runs this very command in `processes` processes and ends as they do."""
     from jaxcp import launch
 
@@ -144,7 +144,7 @@ def _relaunch(processes: int, cp: int) -> None:
             "processes", processes, f"a divisor of cp = {cp}", "Every process holds the same number of ranks."
         )
     outcomes = launch.run(
-        ["-m", "jaxcp.cli", *sys.argv[1:]], processes, devices=cp // processes, limit_s=PROCESS_LIMIT_S, show_first=True
+        ["-m", "jaxcp.cli", *sys.argv[1:]], processes, devices=cp // processes, limit_s=limit_s, show_first=True
     )
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
     for failure in failures:

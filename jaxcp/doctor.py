@@ -74,10 +74,11 @@ def versions() -> dict[str, str | None]:
 
 def examine(*, heads: int = 128, head_dim: int = 512, dtype: str = "bfloat16") -> Report:
     """Looks at the machine. The arguments describe the exchange whose backend is explained."""
-    devices = jax.devices()
-    sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64) if size < len(devices)} | {len(devices)})
+    devices, processes = jax.devices(), jax.process_count()
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < len(devices) and size % processes == 0]
+    sizes.append(len(devices))
     resolutions = [explain(make_mesh(size), "cp", heads=heads, head_dim=head_dim, dtype=dtype) for size in sizes]
-    return Report(environment(), _devices(devices), jax.process_count(), compilers(), tuple(resolutions))
+    return Report(environment(), _devices(devices), processes, compilers(), tuple(resolutions))
 
 
 def compilers() -> dict[str, str]:

@@ -12,7 +12,7 @@ import tiny_llama
 from jax.sharding import PartitionSpec as P
 
 from jaxcp import decode
-from jaxcp.errors import CacheOverflowError
+from jaxcp.errors import CacheOverflowError, PeerTimeoutError
 from jaxcp.models import llama, speculation
 from jaxcp.models.decoder import Decoder
 from jaxcp.models.demo import usable
@@ -141,6 +141,20 @@ def test_generation_ends_at_the_end_token_and_at_the_limit():
     for (whole, _), got in zip(expected(), done.tokens, strict=True):
         assert got == (whole[: whole.index(end) + 1] if end in whole else whole)
     assert [token.id for token in told if token.request == 0] == done.tokens[0]
+
+
+def test_no_token_of_a_failed_exchange_is_shown(monkeypatch):
+    """A peer that is lost leaves NaN, whose argmax is a token like any other."""
+    shown = []
+
+    def lost():
+        raise PeerTimeoutError("rank 0 waited for rank 1")
+
+    greedy = decoder(2)
+    monkeypatch.setattr(greedy.exchange, "check", lost)
+    with pytest.raises(PeerTimeoutError):
+        generate(greedy, PROMPTS, max_new=MAX_NEW, on_token=shown.append)
+    assert not shown
 
 
 def test_a_full_cache_is_not_overrun():

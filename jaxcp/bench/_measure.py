@@ -72,7 +72,7 @@ def device_times(programs: Sequence[Program], *, repeat: int = 50, warm_up: int 
 
 
 def kernel_events(folder: str, plane_prefix: str) -> Mapping[str, Mapping[str, list[float]]]:
-    """Durations in µs in the newest trace below `folder`: {HLO module: {kernel: [one per launch]}}."""
+    """Durations in µs in the one trace below `folder`: {HLO module: {kernel: [one per launch]}}."""
     [path] = pathlib.Path(folder).rglob("*.xplane.pb")
     found = collections.defaultdict(lambda: collections.defaultdict(list))
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:

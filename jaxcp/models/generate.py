@@ -82,15 +82,21 @@ def generate(
     state, emitted = decoder(state)
     for _ in range(max_new - 1):  # each step grows every open request by one token at least
         state, following = decoder(state)
-        if output.take(emitted):  # read while the next step runs
+        if output.take(_read(emitted, decoder)):  # while the next step runs
             break
         emitted = following
     else:
-        output.take(emitted)
-    decoder.exchange.check()
+        output.take(_read(emitted, decoder))
     seconds = time.perf_counter() - start
     decode.check(state.cache)
     return Generation(output.tokens, output.gaps, output.steps, seconds, kv_bytes)
+
+
+def _read(emitted: Emitted, decoder: Decoder) -> Emitted:
+    """One step's results on the host. A failed exchange fills them with NaN's tokens, so it is asked first."""
+    tokens, counts, gaps = (np.asarray(x) for x in (emitted.tokens, emitted.counts, emitted.gaps))
+    decoder.exchange.check()
+    return Emitted(tokens, counts, gaps)
 
 
 class _Output:
@@ -104,11 +110,11 @@ class _Output:
         self._max_new, self._end, self._on_token = max_new, end, on_token
 
     def take(self, emitted: Emitted) -> bool:
-        """Reads one step's tokens; True once every request is over."""
+        """Takes one step's tokens; True once every request is over."""
         self.steps += 1
-        tokens, counts, gaps = (np.asarray(x) for x in (emitted.tokens, emitted.counts, emitted.gaps))
         for request in sorted(self._open):
-            for token, gap in zip(tokens[request, : counts[request]], gaps[request], strict=False):
+            tokens = emitted.tokens[request, : emitted.counts[request]]
+            for token, gap in zip(tokens, emitted.gaps[request], strict=False):
                 self._append(Token(request, int(token), float(gap)))
                 if request not in self._open:
                     break

@@ -139,6 +139,7 @@ class Runtime:
         specs = State(P(), P(), P(), P(), state.cache.partition_specs(self.axis_name))
         out_specs = specs if outputs is None else (specs, outputs)
         in_specs = (llama.partition_specs(self.weights, self.axis_name), specs)
+        # check_vma would refuse that results which every rank computes alike from gathered values are declared P().
         body = jax.shard_map(step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         with jax.default_matmul_precision("highest"):
             return jax.jit(body, donate_argnums=1).lower(self.weights, state).compile()
