@@ -32,12 +32,30 @@ from jaxcp import LogBase, Partial
 from jaxcp.exchange import fused
 
 pytestmark = on_several_gpus
-CASES = [case for case in cases.EXCHANGE if case.dtype in ("bfloat16", "float16") and case.cp <= DEVICES]
+CASES = [case for case in cases.EXCHANGE if case.dtype in fused.DTYPES and case.cp <= DEVICES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_oracle(case):
     cases.check(case, cases.run(case, "fused"))
+
+
+@needs_peers
+@pytest.mark.parametrize("dtype", fused.DTYPES)
+def test_words_that_look_unwritten(dtype):
+    """Input words of 0xFFFFFFFF are NaNs like any other: nobody waits for them to be overwritten."""
+    exchange = exchange_of(dtype=dtype, timeout_s=5.0)
+    merge, (o, lse) = merging(exchange), partials(exchange, 3)
+    for _ in range(3):  # both slots, and one of them again
+        o[:, 1:].view(np.uint32)[..., 5] = 0xFFFFFFFF
+        o[0, 0].view(np.uint32)[..., 0] = 0xFFFFFFFF
+        assert_merged(exchange, merge(o, lse)[:, :, :, 24:], o[..., 24:], lse)
+        per_word = 4 // o.dtype.itemsize
+        got = np.isnan(np.asarray(merge(o, lse), np.float32)).reshape(exchange.cp, 3, exchange.heads_per_rank, -1)
+        want = np.zeros_like(got)
+        want[:, 1:, :, 5 * per_word : 6 * per_word] = want[:, 0, :, :per_word] = True
+        np.testing.assert_array_equal(got, want)
+    exchange.check()
 
 
 # One workspace, many calls.

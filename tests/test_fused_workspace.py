@@ -35,6 +35,7 @@ def spec_of(**facts) -> ExchangeSpec:
     ("facts", "lse", "data"),
     [
         ({}, 2 * 7 * 512 * 4, 2 * 7 * 512 * 1024),  # 7 368 832 bytes with the 128 of the control line
+        ({"dtype": np.dtype(np.float32)}, 2 * 7 * 512 * 4, 2 * 7 * 512 * 2048),
         ({"cp": 4, "heads": 8, "head_dim": 128, "max_tokens": 8}, 384, 24576),
         ({"cp": 2, "heads": 2, "head_dim": 8, "max_tokens": 1}, 128, 32),  # 8 bytes of LSE fill a line
         ({"cp": 8, "heads": 9, "head_dim": 64, "max_tokens": 3}, 384, 2 * 7 * 6 * 128),  # 6 rows: ceil(9 / 8) heads
@@ -117,10 +118,13 @@ def test_one_rank_that_cannot_allocate_fails_the_set_up(monkeypatch):
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        ({"dtype": np.dtype(np.float32)}, "dtype float32 is not bfloat16 or float16"),
+        ({"dtype": np.dtype(np.float64)}, "dtype float64 is not one of bfloat16, float16, float32"),
         ({"head_dim": 7}, "head_dim = 7 x bfloat16 are not whole 16-byte units"),
+        ({"head_dim": 6, "dtype": np.dtype(np.float32)}, "head_dim = 6 x float32 are not whole 16-byte units"),
         ({"cp": 65}, "65 ranks exceed its 64"),
         ({"max_tokens": 1 << 20}, "16777216 rows exceed its 16777215"),
+        ({"max_tokens": 600_000, "head_dim": 8}, "9600000 rows for each of 7 peers exceed the 67108863 rows"),
+        ({"max_tokens": 1 << 18}, "4194304 rows of 1024 bytes exceed its 4294967295 bytes per source"),
     ],
 )
 def test_shapes_it_cannot_serve(facts, why):
@@ -167,8 +171,8 @@ def test_a_machine_that_cannot_build_it(monkeypatch):
 
 
 def test_a_name_with_a_blocker_is_an_error():
-    with pytest.raises(BackendError, match="float32 is not bfloat16"):
-        exchange_of(dtype="float32")
+    with pytest.raises(BackendError, match="float64 is not one of bfloat16"):
+        exchange_of(dtype="float64")
     with pytest.raises(BackendError, match=r"flashinfer.*(platform cpu|float32)"):
         exchange_of(backend="flashinfer", dtype="float32" if PLATFORM == "cuda" else "bfloat16")
 

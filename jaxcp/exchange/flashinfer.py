@@ -29,6 +29,7 @@ TARGET = "jaxcp_flashinfer"
 HEADER = Path("flashinfer", "comm", "dcp_lse_reduce.cuh")
 VERSION = "0.7.4"
 """Release whose kernel and workspace layout kernels/csrc/flashinfer.h describes."""
+DTYPES = ("bfloat16", "float16")
 
 
 def include_folder() -> Path | None:
@@ -56,6 +57,8 @@ def blocker(topology: Topology, spec: ExchangeSpec) -> str | None:
     """Why FlashInfer's kernel cannot serve this mesh and spec, or None; host facts only."""
     if topology.platform != "gpu":
         return f"it needs NVIDIA GPUs, not platform {topology.platform}"
+    if spec.dtype.name not in DTYPES:
+        return f"dtype {spec.dtype.name} is not one of {', '.join(DTYPES)}"
     why = fused.placement_blocker(topology, spec) or fused.shape_blocker(spec) or header_blocker()
     return why or fused.build_blocker(topology)
 

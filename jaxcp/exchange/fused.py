@@ -28,6 +28,9 @@ from jaxcp.topology import Topology
 MAX_RANKS = 64
 UNIT_BYTES = 16
 MAX_ROWS = 1 << 24
+MAX_SENDS = 1 << 26
+MAX_SOURCE_BYTES = 1 << 32
+DTYPES = ("bfloat16", "float16", "float32")
 BASES = {LogBase.TWO: 0, LogBase.E: 1}
 TARGET = "jaxcp_fused"
 
@@ -54,12 +57,17 @@ def placement_blocker(topology: Topology, spec: ExchangeSpec) -> str | None:
 
 def shape_blocker(spec: ExchangeSpec) -> str | None:
     """What stands against the rows."""
-    if spec.dtype.name not in ("bfloat16", "float16"):
-        return f"dtype {spec.dtype.name} is not bfloat16 or float16"
-    if spec.head_dim * spec.dtype.itemsize % UNIT_BYTES:
+    if spec.dtype.name not in DTYPES:
+        return f"dtype {spec.dtype.name} is not one of {', '.join(DTYPES)}"
+    row_bytes, rows = spec.head_dim * spec.dtype.itemsize, spec.max_tokens * spec.heads_per_rank
+    if row_bytes % UNIT_BYTES:
         return f"rows of head_dim = {spec.head_dim} x {spec.dtype.name} are not whole {UNIT_BYTES}-byte units"
-    if spec.max_tokens * spec.heads_per_rank >= MAX_ROWS:
-        return f"max_tokens x heads_per_rank = {spec.max_tokens * spec.heads_per_rank} rows exceed its {MAX_ROWS - 1}"
+    if rows >= MAX_ROWS:
+        return f"max_tokens x heads_per_rank = {rows} rows exceed its {MAX_ROWS - 1}"
+    if rows * (spec.cp - 1) >= MAX_SENDS:
+        return f"{rows} rows for each of {spec.cp - 1} peers exceed the {MAX_SENDS - 1} rows that it sends per call"
+    if rows * row_bytes >= MAX_SOURCE_BYTES:
+        return f"{rows} rows of {row_bytes} bytes exceed its {MAX_SOURCE_BYTES - 1} bytes per source"
     return None
 
 

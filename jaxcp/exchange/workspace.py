@@ -34,7 +34,7 @@ from jaxcp.topology import Topology
 FIRST_CALL_FACTOR = 10
 """The first call of each call site waits this many times longer: peers may still be compiling the program."""
 
-_DTYPES = {"bfloat16": 0, "float16": 1}
+_DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 
 log = logging.getLogger("jaxcp")
 _numbers = itertools.count()

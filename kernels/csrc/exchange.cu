@@ -9,19 +9,21 @@ namespace {
 
 using Kernel = void (*)(Plan, ExchangeParams);
 
-Kernel choose(Dtype dtype, int cp, int dim) {
-  return device::with_variant(
-      dtype, cp, dim, [](auto variant) -> Kernel { return device::exchange_kernel<typename decltype(variant)::type>; });
+Kernel choose(Dtype dtype, int cp, int row_bytes) {
+  return device::with_variant(dtype, cp, row_bytes, [](auto variant) -> Kernel {
+    return device::exchange_kernel<typename decltype(variant)::type>;
+  });
 }
 
 }  // namespace
 
 cudaError_t load_exchange() {
-  for (const Dtype dtype : {Dtype::bfloat16, Dtype::float16}) {
+  for (const Dtype dtype : {Dtype::bfloat16, Dtype::float16, Dtype::float32}) {
     for (const int cp : {2, 4, 8, kMaxRanks}) {
-      for (const int dim : {256, 512, 1024}) {
+      for (const int row_bytes : {512, 1024, 2048}) {
         cudaFuncAttributes attributes;
-        if (cudaError_t e = cudaFuncGetAttributes(&attributes, choose(dtype, cp, dim)); e != cudaSuccess) return e;
+        const Kernel kernel = choose(dtype, cp, row_bytes);
+        if (cudaError_t e = cudaFuncGetAttributes(&attributes, kernel); e != cudaSuccess) return e;
       }
     }
   }
@@ -29,7 +31,7 @@ cudaError_t load_exchange() {
 }
 
 cudaError_t resident_blocks(const ExchangeParams& params, int* blocks) {
-  const Kernel kernel = choose(params.dtype, params.cp, params.dim);
+  const Kernel kernel = choose(params.dtype, params.cp, params.layout().row_bytes);
   int device = 0, multiprocessors = 0, each = 0;
   if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
   if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
@@ -48,7 +50,8 @@ cudaError_t launch_exchange(const ExchangeParams& params, cudaStream_t stream) {
   if (cudaError_t e = resident_blocks(params, &blocks); e != cudaSuccess) return e;
   if (params.grid_cap > 0) blocks = std::min(blocks, params.grid_cap);
   blocks = std::min(blocks, useful_blocks(params));
-  choose(params.dtype, params.cp, params.dim)<<<blocks, kThreads, 0, stream>>>(Plan::of(params, blocks), params);
+  const Kernel kernel = choose(params.dtype, params.cp, params.layout().row_bytes);
+  kernel<<<blocks, kThreads, 0, stream>>>(Plan::of(params, blocks), params);
   return cudaGetLastError();
 }
 

@@ -34,8 +34,9 @@ __device__ __forceinline__ uint32_t fresh(uint32_t word) {
   return word;
 }
 
-// kSources: ranks whose rows are in flight. kUnits: units in flight per lane and source. kGeneral: more ranks or longer
-// rows than that, in batches of ranks and chunks of rows; otherwise all loops over them are gone at compile time.
+// Float: format of the rows (words.cuh). kSources: ranks whose rows are in flight. kUnits: units in flight per lane and
+// source. kGeneral: more ranks or longer rows than that, in batches of ranks and chunks of rows; otherwise all loops
+// over them are gone at compile time.
 template <class Float, int kSources, int kUnits, bool kGeneral>
 class Exchange {
  public:
@@ -43,6 +44,7 @@ class Exchange {
   static constexpr int kInFlight = kSources * kUnits;
   static constexpr int kWarps = kGeneral || kInFlight > 4 ? 16 : kInFlight > 2 ? 24 : 32;
   static constexpr int kBlocks = kWarps * 32 / kThreads;
+  static constexpr int kPerWord = Float::kPerWord, kPerUnit = 4 * kPerWord;  // numbers
 
   __device__ Exchange(const Plan& plan, const ExchangeParams& params)
       : plan(plan),
@@ -237,7 +239,7 @@ class Exchange {
       self.lse = sanitized(self.lse);
       const bool merged = !exists || (!running.dead && (self.data ? merge(x) : none(x)));
       if (!__all_sync(kWarp, merged)) {  // the lanes of a row agree, so that no row is half filled
-        if (exists) fill(x, 0x7FFF7FFFu, NAN);
+        if (exists) fill(x, kBlankInput, NAN);
       } else if (exists) {
 #pragma unroll 1
         for (uint32_t i = x.lane; i < x.plan.by_peers.divisor; i += x.lanes()) {
@@ -249,7 +251,7 @@ class Exchange {
     __device__ bool merge(const Exchange& x) {
       if (kGeneral && !norm_of_all(x)) return false;
       for (uint32_t begin = 0; begin == 0 || (kGeneral && begin < x.plan.units); begin += x.chunk()) {
-        float acc[kUnits][8] = {};
+        float acc[kUnits][kPerUnit] = {};
         for (uint32_t first = 0; first == 0 || (kGeneral && first <= x.plan.by_peers.divisor); first += kSources) {
           if (begin > 0 || first > 0) load_self(x, first, begin);
           if (!poll<true>(x, first, begin)) return false;
@@ -273,6 +275,8 @@ class Exchange {
     }
 
     // Waits until no word of the batch is blank. False: the wait expired, or the rank is dead.
+    // All lanes of a row poll an LSE that one of them blanks in receive(). That is right because it does so after the
+    // vote there, and a lane votes only after its own load has returned a value that is not blank.
     template <bool kData>
     __device__ bool poll(const Exchange& x, uint32_t first, uint32_t begin) {
       uint32_t pending = 0;  // bit s: source s
@@ -348,7 +352,7 @@ class Exchange {
       return true;
     }
 
-    __device__ void accumulate(const Exchange& x, float (&acc)[kUnits][8]) const {
+    __device__ void accumulate(const Exchange& x, float (&acc)[kUnits][kPerUnit]) const {
       const float inverse = sum > 0 ? __fdividef(1, sum) : 0.f;
 #pragma unroll
       for (int s = 0; s < kSources; ++s) {
@@ -358,11 +362,7 @@ class Exchange {
         for (int u = 0; u < kUnits; ++u) {
           const uint32_t words[4] = {v[s][u].x, v[s][u].y, v[s][u].z, v[s][u].w};
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float2 pair = Float::unpack(words[i]);
-            acc[u][2 * i] = fmaf(weight, pair.x, acc[u][2 * i]);
-            acc[u][2 * i + 1] = fmaf(weight, pair.y, acc[u][2 * i + 1]);
-          }
+          for (int i = 0; i < 4; ++i) Float::add(weight, words[i], acc[u] + kPerWord * i);
         }
       }
     }
@@ -384,12 +384,12 @@ class Exchange {
     __device__ char* output(const Exchange& x) const {
       return static_cast<char*>(x.p.out) + uint64_t{x.plan.row_bytes} * row;
     }
-    __device__ void write(const Exchange& x, const float (&acc)[kUnits][8], uint32_t begin) const {
+    __device__ void write(const Exchange& x, const float (&acc)[kUnits][kPerUnit], uint32_t begin) const {
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         const float* a = acc[u];
-        const uint4 w = {Float::pack(a[0], a[1]), Float::pack(a[2], a[3]), Float::pack(a[4], a[5]),
-                         Float::pack(a[6], a[7])};
+        const uint4 w = {Float::pack(a), Float::pack(a + kPerWord), Float::pack(a + 2 * kPerWord),
+                         Float::pack(a + 3 * kPerWord)};
         if (x.inside(begin, u)) *reinterpret_cast<uint4*>(output(x) + x.offset(begin, u)) = w;
       }
     }
@@ -414,20 +414,21 @@ struct Type {
   using type = T;
 };
 
-// Calls visit(Type<Exchange<...>>) with the variant for a group of cp ranks and rows of dim elements. What is in flight
-// follows cp and dim: registers that a call does not use cost occupancy.
+// Calls visit(Type<Exchange<...>>) with the variant for a group of cp ranks and rows of row_bytes. What is in flight
+// follows cp and row_bytes: registers that a call does not use cost occupancy.
 template <class Visit>
-auto with_variant(Dtype dtype, int cp, int dim, Visit visit) {
+auto with_variant(Dtype dtype, int cp, int row_bytes, Visit visit) {
   const auto with = [&](auto number) {
     using Float = typename decltype(number)::type;
-    if (cp > 8 || dim > 512) return visit(Type<Exchange<Float, 8, 1, true>>());
-    const bool wide = dim > 256;  // more than one unit per lane
+    if (cp > 8 || row_bytes > 64 * kUnitBytes) return visit(Type<Exchange<Float, 8, 1, true>>());
+    const bool wide = row_bytes > 32 * kUnitBytes;  // more than one unit per lane
     if (cp == 2)
       return wide ? visit(Type<Exchange<Float, 2, 2, false>>()) : visit(Type<Exchange<Float, 2, 1, false>>());
     if (cp <= 4)
       return wide ? visit(Type<Exchange<Float, 4, 2, false>>()) : visit(Type<Exchange<Float, 4, 1, false>>());
     return wide ? visit(Type<Exchange<Float, 8, 2, false>>()) : visit(Type<Exchange<Float, 8, 1, false>>());
   };
+  if (dtype == Dtype::float32) return with(Type<Float32>());
   return dtype == Dtype::bfloat16 ? with(Type<BFloat16>()) : with(Type<Float16>());
 }
 

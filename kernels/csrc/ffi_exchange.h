@@ -22,7 +22,12 @@ inline ffi::Error not_made(int64_t exchange, int32_t device) {
 }
 
 inline bool same_dtype(ffi::DataType got, Dtype expected) {
-  return got == (expected == Dtype::bfloat16 ? ffi::DataType::BF16 : ffi::DataType::F16);
+  switch (expected) {
+    case Dtype::bfloat16: return got == ffi::DataType::BF16;
+    case Dtype::float16: return got == ffi::DataType::F16;
+    case Dtype::float32: return got == ffi::DataType::F32;
+  }
+  return false;
 }
 
 // XLA's arrays are dense, row-major.

@@ -62,9 +62,10 @@ ffi::Error simulated(cudaStream_t stream, ffi::RunId run, ffi::AnyBuffer o, ffi:
     if (in.size() != 4 || in[0] != config.cp) return invalid("o must be [cp, tokens, heads, dim]");
     ExchangeParams p = workspace->params(site);
     const int64_t rank = config.rank, tokens = in[1], rows_in = tokens * config.heads, rows_out = tokens * p.heads_per_rank;
-    p.o = static_cast<const char*>(o.untyped_data()) + rank * rows_in * config.head_dim * 2;
+    const int64_t row_bytes = p.layout().row_bytes;
+    p.o = static_cast<const char*>(o.untyped_data()) + rank * rows_in * row_bytes;
     p.lse = lse.typed_data() + rank * rows_in;
-    p.out = static_cast<char*>(out->untyped_data()) + rank * rows_out * config.head_dim * 2;
+    p.out = static_cast<char*>(out->untyped_data()) + rank * rows_out * row_bytes;
     p.out_lse = out_lse->typed_data() + rank * rows_out;
     set_shape(config, tokens, base, p);
     if (const char* why = problem(p)) return invalid(why);

@@ -48,6 +48,7 @@ inline const char* problem(const FlashInferParams& p) {
   if (p.cp < 1 || p.cp > kMaxRanks) return "cp must be 1 .. 64";
   if (p.rank < 0 || p.rank >= p.cp) return "rank must be 0 .. cp - 1";
   if (p.rows < 1 || p.rows > p.capacity) return "rows must be 1 .. capacity";
+  if (p.dtype != Dtype::bfloat16 && p.dtype != Dtype::float16) return "dtype must be bfloat16 or float16";
   if (p.dim < 1 || p.dim % 8 != 0) return "dim must be a multiple of 8 (rows of whole 16-byte units)";
   if (reinterpret_cast<uintptr_t>(p.o) % 16 != 0) return "o must be 16-byte aligned";
   if (p.workspace == nullptr || reinterpret_cast<uintptr_t>(p.workspace) % 16 != 0 || p.workspaces == nullptr) {

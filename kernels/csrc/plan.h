@@ -24,7 +24,8 @@ struct Plan {
   static Plan of(const ExchangeParams& p, uint32_t blocks) {
     const Layout layout = p.layout();
     Plan plan{};
-    plan.units = static_cast<uint32_t>(p.dim / 8);
+    const int per_unit = jaxcp::per_unit(p.dtype);
+    plan.units = static_cast<uint32_t>(p.dim / per_unit);
     while (plan.group_shift < 5 && (1u << plan.group_shift) < plan.units) ++plan.group_shift;
     plan.rank = static_cast<uint32_t>(p.rank);
     plan.heads = static_cast<uint32_t>(p.heads);
@@ -35,8 +36,8 @@ struct Plan {
     plan.row_bytes = static_cast<uint32_t>(layout.row_bytes);
     plan.data_step = static_cast<uint32_t>(layout.capacity) * plan.row_bytes;
     plan.lse_step = static_cast<uint32_t>(layout.capacity) * sizeof(float);
-    plan.o_token = static_cast<uint32_t>(p.o_token_stride / 8);
-    plan.o_head = static_cast<uint32_t>(p.o_head_stride / 8);
+    plan.o_token = static_cast<uint32_t>(p.o_token_stride / per_unit);
+    plan.o_head = static_cast<uint32_t>(p.o_head_stride / per_unit);
     plan.lse_token = static_cast<uint32_t>(p.lse_token_stride);
     plan.lse_head = static_cast<uint32_t>(p.lse_head_stride);
     plan.data_begin = layout.data_begin();

@@ -13,21 +13,22 @@
 // no acknowledgement. A word that no one has written holds kBlank, and a receiver polls the very words that it is about
 // to use until none of them is blank. So every 32-bit word carries its own readiness, and nothing is assumed about the
 // order or the tearing of stores beyond the atomicity of an aligned 32-bit word: lines, 16-byte units and their halves
-// may arrive in any order (case "tearing"). kBlank is a pair of NaNs in either 16-bit format that arithmetic does not
-// produce; a sender that meets it in its input sends other NaNs instead, so no number and no zero's sign is ever
-// changed (case "table"). LSEs are sanitised before they are sent and are never blank. The receiver writes kBlank back
-// into each word that it consumed. The self contribution never travels.
+// may arrive in any order (case "tearing"). kBlank is a NaN in float32, and a pair of NaNs in either 16-bit format,
+// that arithmetic does not produce; a sender that meets it in its input sends other NaNs instead, so no number and no
+// zero's sign is ever changed (case "table"). LSEs are sanitised before they are sent and are never blank. The receiver
+// writes kBlank back into each word that it consumed. The self contribution never travels.
 //
 // SLOTS. Call n uses slot n mod 2. Claim: when p writes a word into slot n mod 2 at q in call n + 2, that word is blank
-// at q, and q has finished reading it. Proof: p's kernel n + 2 starts after p's kernel n + 1 ended (stream order).
-// That one ended because every word q owed it in call n + 1 had arrived. q stored those in kernel n + 1, which started
-// after q's kernel n had ended, with all its reads of the slot and all its blanks written. Each arrow is a kernel
-// boundary (which orders at system scope, and where the fence's cost is hidden) or a value read from its store, so the
-// blank precedes p's store in the word's coherence order. One slot is not enough: p may store for n + 1 while q
-// still reads n. tests/test_protocol_model.py runs through all interleavings: one slot fails, two slots hold, and two
-// slots fail if blanks are left out, if a rank waits for no one, or if the slot does not alternate at the wrap.
-// The proof needs every rank to wait for every peer in every call. A row without a head (r h + i >= H) therefore
-// travels as its LSE alone, -inf, and its receiver writes (0, -inf) once all have come.
+// at q, and q has finished reading it. Proof: p's kernel n + 2 starts after p's kernel n + 1 ended (stream order). That
+// one ended because every word q owed it in call n + 1 had arrived. q stored those in kernel n + 1, which started after
+// q's kernel n had ended, with all its reads of the slot and all its blanks written. Each arrow is a kernel boundary
+// (which orders at system scope, and where the fence's cost is hidden) or a value read from its store, so the blank
+// precedes p's store in the word's coherence order. The evidence so far is one device with simulated ranks: no run over
+// a link between devices has tested that boundaries and polled stores order there as they do on one. One slot is not
+// enough: p may store for n + 1 while q still reads n. tests/test_protocol_model.py runs through all interleavings: one
+// slot fails, two slots hold, and two slots fail if blanks are left out, if a rank waits for no one, or if the slot
+// does not alternate at the wrap. The proof needs every rank to wait for every peer in every call. A row without a head
+// (r h + i >= H) therefore travels as its LSE alone, -inf, and its receiver writes (0, -inf) once all have come.
 //
 // CALL NUMBER. 32 bits in device memory, because a captured launch is replayed without its host. It chooses the slot
 // and names the call in a status, and never travels, so its wrap (2^32 is even) and a repeated value are harmless
@@ -42,10 +43,12 @@
 // its way: this needs blocks to start in index order, or all blocks of a launch to start some time; launches are capped
 // at what the device holds at once, so that either suffices. Later items are drawn by ticket.
 //
-// BOUNDED WAITS. A wait that outlasts timeout_ns marks the workspace dead, reports {peer, row, call} in host-mapped
-// memory, fills its rows with NaN and goes on; the other waits of the rank see the mark and end likewise. A call on a
-// dead workspace sends nothing, fills its output with NaN and returns at once, until a collective reset has blanked all
-// workspaces (cases "absent" and "late"). Ranks that call with different row counts, or skip a call, end here too.
+// BOUNDED WAITS. A wait that outlasts timeout_ns (of the kernel: each row's, from its first look at the clock; of the
+// twin, which waits for one row after another: all of a call's, from the call's begin) marks the workspace dead,
+// reports {peer, row, call} in host-mapped memory, fills its rows with NaN and goes on; the other waits of the rank see
+// the mark and end likewise. A call on a dead workspace sends nothing, fills its output with NaN and returns at once,
+// until a collective reset has blanked all workspaces (cases "absent" and "late"). Ranks that call with different row
+// counts, or skip a call, end here too.
 //
 // The cases are those of tests/native, which tests/test_kernel_ranks.py runs on one GPU.
 #pragma once
@@ -66,12 +69,17 @@ constexpr int kMaxRanks = 64;
 constexpr int kSlots = 2;
 constexpr int kUnitBytes = 16;                 // what one thread moves at a time; a row is a whole number of them
 constexpr int kMaxRows = 1 << 24;              // per rank and call: Status has 24 bits for a row
+constexpr int kMaxSends = 1 << 26;             // rows to send per call: a warp each, and thread numbers have 31 bits
+constexpr int64_t kMaxSourceBytes = 1ll << 32;  // of M rows: the distance between two sources has 32 bits
 constexpr uint32_t kBlank = 0xFFFFFFFFu;       // a word that no one has written
-constexpr uint32_t kBlankInput = 0x7FFF7FFFu;  // what is sent for an input word equal to kBlank: also two NaNs
+constexpr uint32_t kBlankInput = 0x7FFF7FFFu;  // what is sent for an input word equal to kBlank: NaN in every dtype too
 constexpr uint32_t kVersion = 1;               // of layout and transport; part of the fingerprint that ranks agree on
 
-enum class Dtype : int32_t { bfloat16 = 0, float16 = 1 };
+enum class Dtype : int32_t { bfloat16 = 0, float16 = 1, float32 = 2 };
 enum class Base : int32_t { two = 0, e = 1 };
+
+JAXCP_HD constexpr int itemsize(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+JAXCP_HD constexpr int per_unit(Dtype dtype) { return kUnitBytes / itemsize(dtype); }
 
 // An input word as it travels.
 JAXCP_HD constexpr uint32_t outgoing(uint32_t word) { return word == kBlank ? kBlankInput : word; }
@@ -117,6 +125,8 @@ struct Layout {
 };
 // 32 tokens x 16 heads, 8 ranks, 512 x 16 bit: 128 + 2*7*512*4 + 2*7*512*1024.
 static_assert(Layout{8, 512, 1024}.bytes() == 128 + 28672 + 7340032);
+// The same in float32: 128 + 2*7*512*4 + 2*7*512*2048.
+static_assert(Layout{8, 512, 512 * itemsize(Dtype::float32)}.bytes() == 128 + 28672 + 14680064);
 // 8 tokens x 2 heads, 4 ranks, 128 x 16 bit: 128 + 2*3*16*4 + 2*3*16*256.
 static_assert(Layout{4, 16, 256}.bytes() == 128 + 384 + 24576);
 // 1 row, 2 ranks: 8 bytes of LSE occupy a whole 128-byte line.
@@ -157,7 +167,7 @@ struct ExchangeParams {
   uint64_t* status;                // device address of the host-mapped word, see Expiry
   uint8_t* workspaces[kMaxRanks];  // by rank, as this device addresses them; 128-byte aligned
 
-  JAXCP_HD constexpr Layout layout() const { return {cp, capacity, dim * 2}; }
+  JAXCP_HD constexpr Layout layout() const { return {cp, capacity, dim * itemsize(dtype)}; }
   JAXCP_HD constexpr int rows() const { return tokens * heads_per_rank; }
   // Head that row `row` of rank `owner` holds; >= heads: none.
   JAXCP_HD constexpr int head(int owner, int row) const { return owner * heads_per_rank + row % heads_per_rank; }
@@ -169,16 +179,19 @@ inline const char* problem(const ExchangeParams& p) {
   if (p.cp < 2 || p.cp > kMaxRanks) return "cp must be 2 .. 64";
   if (p.rank < 0 || p.rank >= p.cp) return "rank must be 0 .. cp - 1";
   if (p.tokens < 1 || p.heads < 1 || p.dim < 1) return "tokens, heads and dim must be at least 1";
-  if (p.dim % (kUnitBytes / 2) != 0) return "dim must be a multiple of 8 (rows of whole 16-byte units)";
+  if (p.dtype < Dtype::bfloat16 || p.dtype > Dtype::float32) return "dtype must be bfloat16, float16 or float32";
+  if (p.dim % per_unit(p.dtype) != 0) return "dim must be a multiple of 8, or 4 in float32 (rows of 16-byte units)";
   if (p.heads_per_rank != (p.heads + p.cp - 1) / p.cp) return "heads_per_rank must be ceil(heads / cp)";
   if (static_cast<int64_t>(p.tokens) * p.heads_per_rank > p.capacity) return "more rows than the workspace holds";
   if (p.capacity >= kMaxRows) return "capacity must be below 2^24 rows";
-  if (static_cast<int64_t>(p.capacity) * p.layout().row_bytes >= int64_t{1} << 32)
+  if (int64_t{p.capacity} * (p.cp - 1) >= kMaxSends) return "capacity x (cp - 1) must be below 2^26 rows to send";
+  if (int64_t{p.dim} * itemsize(p.dtype) * p.capacity >= kMaxSourceBytes)
     return "capacity must be below 4 GiB per source";
   for (const int64_t stride : {p.o_token_stride, p.o_head_stride, p.lse_token_stride, p.lse_head_stride}) {
     if (stride < 0 || stride >= int64_t{1} << 31) return "strides must be 0 .. 2^31 - 1 elements";
   }
-  if (p.o_token_stride % 8 != 0 || p.o_head_stride % 8 != 0) return "strides of o must be multiples of 8 elements";
+  if (p.o_token_stride % per_unit(p.dtype) != 0 || p.o_head_stride % per_unit(p.dtype) != 0)
+    return "strides of o must be multiples of 16 bytes";
   if (misaligned(p.o, 16) || misaligned(p.out, 16)) return "o and out must be 16-byte aligned";
   if (misaligned(p.lse, 4) || misaligned(p.out_lse, 4)) return "lse must be 4-byte aligned";
   if (p.timeout_ns == 0 || p.status == nullptr) return "a time-out and a status word are required";

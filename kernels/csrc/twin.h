@@ -50,6 +50,26 @@ inline uint16_t narrow(float value, Dtype dtype) {
   return sign | static_cast<uint16_t>((rebased + 0xFFFu + (rebased >> 13 & 1u)) >> 13);
 }
 
+// Number j of a row.
+inline float load(const uint8_t* row, int j, Dtype dtype) {
+  if (dtype == Dtype::float32) {
+    float value;
+    std::memcpy(&value, row + 4 * j, 4);
+    return value;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, row + 2 * j, 2);
+  return widen(bits, dtype);
+}
+inline void store(uint8_t* row, int j, float value, Dtype dtype) {
+  if (dtype == Dtype::float32) {
+    std::memcpy(row + 4 * j, &value, 4);
+    return;
+  }
+  const uint16_t bits = narrow(value, dtype);
+  std::memcpy(row + 2 * j, &bits, 2);
+}
+
 inline float sanitised(float lse) { return lse < std::numeric_limits<float>::infinity() ? lse : -std::numeric_limits<float>::infinity(); }
 
 class Call {
@@ -61,7 +81,7 @@ class Call {
         control_(*reinterpret_cast<Control*>(mine_)),
         deadline_(std::chrono::steady_clock::now() + std::chrono::nanoseconds(params.timeout_ns)),
         accumulator_(static_cast<size_t>(params.dim)),
-        arrived_(static_cast<size_t>(params.cp) * static_cast<size_t>(params.dim) * 2) {}
+        arrived_(static_cast<size_t>(params.cp) * static_cast<size_t>(layout_.row_bytes)) {}
 
   void run() {
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -92,7 +112,7 @@ class Call {
   }
 
   const uint8_t* input_row(int token, int head) const {
-    return static_cast<const uint8_t*>(p_.o) + 2 * (token * p_.o_token_stride + head * p_.o_head_stride);
+    return static_cast<const uint8_t*>(p_.o) + itemsize(p_.dtype) * (token * p_.o_token_stride + head * p_.o_head_stride);
   }
   float input_lse(int token, int head) const {
     return sanitised(p_.lse[token * p_.lse_token_stride + head * p_.lse_head_stride]);
@@ -178,6 +198,8 @@ class Call {
     return true;
   }
 
+  uint8_t* output(int row) const { return static_cast<uint8_t*>(p_.out) + static_cast<int64_t>(row) * layout_.row_bytes; }
+
   void merge(int row, const float* lse) {
     const bool two = p_.base == Base::two;
     float m = -std::numeric_limits<float>::infinity(), sum = 0.0f, weight[kMaxRanks];
@@ -188,21 +210,17 @@ class Call {
     for (int i = 0; i < p_.cp; ++i) {
       if (weight[i] == 0.0f) continue;  // selects 0: an empty shard's payload may be NaN
       for (int j = 0; j < p_.dim; ++j) {
-        uint16_t bits;
-        std::memcpy(&bits, arrived(i) + 2 * j, 2);
-        accumulator_[static_cast<size_t>(j)] += weight[i] / sum * widen(bits, p_.dtype);
+        accumulator_[static_cast<size_t>(j)] += weight[i] / sum * load(arrived(i), j, p_.dtype);
       }
     }
-    auto* out = static_cast<uint16_t*>(p_.out) + static_cast<int64_t>(row) * p_.dim;
-    for (int j = 0; j < p_.dim; ++j) out[j] = narrow(accumulator_[static_cast<size_t>(j)], p_.dtype);
+    for (int j = 0; j < p_.dim; ++j) store(output(row), j, accumulator_[static_cast<size_t>(j)], p_.dtype);
     if (p_.out_lse != nullptr) {
       p_.out_lse[row] = sum > 0.0f ? m + (two ? std::log2(sum) : std::log(sum)) : -std::numeric_limits<float>::infinity();
     }
   }
 
   void fill_nan(int row) {
-    auto* out = static_cast<uint16_t*>(p_.out) + static_cast<int64_t>(row) * p_.dim;
-    std::fill(out, out + p_.dim, static_cast<uint16_t>(0x7FFF));
+    for (int j = 0; j < p_.dim; ++j) store(output(row), j, std::numeric_limits<float>::quiet_NaN(), p_.dtype);
     if (p_.out_lse != nullptr) p_.out_lse[row] = std::numeric_limits<float>::quiet_NaN();
   }
 

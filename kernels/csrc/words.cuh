@@ -10,20 +10,39 @@
 
 namespace jaxcp::device {
 
+// Formats of rows. A word holds kPerWord numbers; add() adds them, weighted, to as many sums, and pack() rounds those.
 struct BFloat16 {
-  __device__ static float2 unpack(uint32_t w) { return {__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)}; }
-  __device__ static uint32_t pack(float x, float y) {
-    const __nv_bfloat162 v = __floats2bfloat162_rn(x, y);
+  static constexpr int kPerWord = 2;
+  __device__ static void add(float weight, uint32_t w, float* sums) {
+    const float2 pair = {__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)};
+    sums[0] = fmaf(weight, pair.x, sums[0]);
+    sums[1] = fmaf(weight, pair.y, sums[1]);
+  }
+  __device__ static uint32_t pack(const float* sums) {
+    const __nv_bfloat162 v = __floats2bfloat162_rn(sums[0], sums[1]);
     return reinterpret_cast<const uint32_t&>(v);
   }
 };
 
 struct Float16 {
-  __device__ static float2 unpack(uint32_t w) { return __half22float2(reinterpret_cast<const __half2&>(w)); }
-  __device__ static uint32_t pack(float x, float y) {
-    const __half2 v = __floats2half2_rn(x, y);
+  static constexpr int kPerWord = 2;
+  __device__ static void add(float weight, uint32_t w, float* sums) {
+    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(w));
+    sums[0] = fmaf(weight, pair.x, sums[0]);
+    sums[1] = fmaf(weight, pair.y, sums[1]);
+  }
+  __device__ static uint32_t pack(const float* sums) {
+    const __half2 v = __floats2half2_rn(sums[0], sums[1]);
     return reinterpret_cast<const uint32_t&>(v);
   }
+};
+
+struct Float32 {
+  static constexpr int kPerWord = 1;
+  __device__ static void add(float weight, uint32_t w, float* sums) {
+    sums[0] = fmaf(weight, __uint_as_float(w), sums[0]);
+  }
+  __device__ static uint32_t pack(const float* sums) { return __float_as_uint(sums[0]); }
 };
 
 __device__ __forceinline__ bool any_blank(uint4 v) {

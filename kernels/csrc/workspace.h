@@ -48,7 +48,7 @@ struct Config {
   uint64_t first_timeout_ns;  // for the first call of each call site: peers may still be compiling
 
   int heads_per_rank() const { return (heads + cp - 1) / cp; }
-  Layout layout() const { return {cp, max_tokens * heads_per_rank(), head_dim * 2}; }
+  Layout layout() const { return {cp, max_tokens * heads_per_rank(), head_dim * itemsize(static_cast<Dtype>(dtype))}; }
 };
 
 class Workspace {

@@ -22,6 +22,10 @@ __device__ inline float value(uint64_t seed, uint64_t index) {
   return static_cast<int32_t>(mixed(seed * 0x9E3779B97F4A7C15ull + index)) * 0x1p-30f;
 }
 
+// The largest relative rounding of a result, doubled.
+__device__ inline double step_of(Dtype dtype) {
+  return dtype == Dtype::float32 ? 0x1p-23 : dtype == Dtype::bfloat16 ? 0x1p-8 : 0x1p-10;
+}
 __device__ inline uint16_t narrow(float x, Dtype dtype) {
   return dtype == Dtype::bfloat16 ? __bfloat16_as_ushort(__float2bfloat16_rn(x)) : __half_as_ushort(__float2half_rn(x));
 }
@@ -29,8 +33,20 @@ __device__ inline float widen(uint16_t bits, Dtype dtype) {
   return dtype == Dtype::bfloat16 ? __bfloat162float(__ushort_as_bfloat16(bits)) : __half2float(__ushort_as_half(bits));
 }
 
+__device__ inline double number(const void* data, int64_t i, Dtype dtype) {
+  if (dtype == Dtype::float32) return static_cast<const float*>(data)[i];
+  return widen(static_cast<const uint16_t*>(data)[i], dtype);
+}
+__device__ inline void set_number(void* data, int64_t i, float x, bool blank, Dtype dtype) {
+  if (dtype == Dtype::float32) {
+    static_cast<float*>(data)[i] = blank ? __uint_as_float(kBlank) : x;
+  } else {
+    static_cast<uint16_t*>(data)[i] = blank ? 0xFFFF : narrow(x, dtype);  // two make a word equal to kBlank
+  }
+}
+
 // o [rows, dim] and lse [rows] of one rank, contiguous; a block per row.
-__global__ void fill_rows(uint16_t* o, float* lse, int dim, Dtype dtype, Fill fill, uint64_t seed, int rank) {
+__global__ void fill_rows(void* o, float* lse, int dim, Dtype dtype, Fill fill, uint64_t seed, int rank) {
   const int row = blockIdx.x;
   const uint64_t mine = seed * 64 + rank;
   const uint32_t kind = fill == Fill::normal ? 15 : mixed(mine * 77 + row) % 16;
@@ -44,9 +60,8 @@ __global__ void fill_rows(uint16_t* o, float* lse, int dim, Dtype dtype, Fill fi
   }
   if (threadIdx.x == 0) lse[row] = l;
   for (int d = threadIdx.x; d < dim; d += blockDim.x) {
-    uint16_t bits = narrow(value(mine, static_cast<uint64_t>(row) * dim + d), dtype);
-    if (nan_payload || (kind == 3 && d / 2 % 32 == 5)) bits = 0xFFFF;  // two make a word equal to kBlank
-    o[static_cast<int64_t>(row) * dim + d] = bits;
+    const int64_t i = static_cast<int64_t>(row) * dim + d;
+    set_number(o, i, value(mine, i), nan_payload || (kind == 3 && d / 2 % 32 == 5), dtype);
   }
 }
 
@@ -58,10 +73,10 @@ struct Judgement {
 // Counts elements of out [rows, dim] and lse [rows] (may be null) of rank `owner` that differ from the float64 merge of
 // all ranks' inputs by more than one step of the dtype plus 1e-5 of the terms' magnitude. A block per row.
 struct Inputs {
-  const uint16_t* o[kMaxRanks];
+  const void* o[kMaxRanks];
   const float* lse[kMaxRanks];
 };
-__global__ void judge_rows(Inputs in, const uint16_t* out, const float* out_lse, int cp, int heads, int heads_per_rank,
+__global__ void judge_rows(Inputs in, const void* out, const float* out_lse, int cp, int heads, int heads_per_rank,
                            int dim, Dtype dtype, Base base, int owner, Judgement* verdict) {
   const int row = blockIdx.x;
   const int64_t at = static_cast<int64_t>(row / heads_per_rank) * heads + owner * heads_per_rank + row % heads_per_rank;
@@ -85,16 +100,16 @@ __global__ void judge_rows(Inputs in, const uint16_t* out, const float* out_lse,
     for (int rank = 0; rank < cp; ++rank) {
       const double w = exp((lse(rank) - m) * ln);
       if (!(w > 0)) continue;
-      const double term = w / s * widen(in.o[rank][at * dim + d], dtype);
+      const double term = w / s * number(in.o[rank], at * dim + d, dtype);
       expected += term;
       magnitude += fabs(term);
     }
-    const double got = widen(out[static_cast<int64_t>(row) * dim + d], dtype);
-    const double step = dtype == Dtype::bfloat16 ? 0x1p-8 : 0x1p-10;
+    const double got = number(out, static_cast<int64_t>(row) * dim + d, dtype);
+    const double tolerance = step_of(dtype) * fabs(expected) + 1e-5 * magnitude + 0x1p-24;
     if (isnan(expected))
       report(isnan(got) ? 0 : 1, 0.5);
     else
-      report(isnan(got) ? INFINITY : fabs(got - expected), step * fabs(expected) + 1e-5 * magnitude + 0x1p-24);
+      report(isnan(got) ? INFINITY : fabs(got - expected), tolerance);
   }
   if (out_lse == nullptr || threadIdx.x != 0) return;
   const double expected = s > 0 ? m + log(s) / ln : -INFINITY;

@@ -18,7 +18,7 @@ void table(int first) {
   int done = 0;
   for (Shape shape : shapes) {
     if (first > 0 && done++ == first) return;
-    for (const Dtype dtype : {Dtype::bfloat16, Dtype::float16}) {
+    for (const Dtype dtype : {Dtype::bfloat16, Dtype::float16, Dtype::float32}) {
       for (const Base base : {Base::two, Base::e}) {
         shape.dtype = dtype, shape.base = base;
         Ranks ranks(shape);

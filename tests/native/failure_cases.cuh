@@ -93,7 +93,11 @@ inline void refused(int) {
   };
   refuses([](ExchangeParams& p) { p.cp = 65; }, "cp");
   refuses([](ExchangeParams& p) { p.dim = 12; }, "dim");
+  refuses([](ExchangeParams& p) { p.dim = 6, p.dtype = Dtype::float32; }, "dim");
+  refuses([](ExchangeParams& p) { p.dtype = static_cast<Dtype>(3); }, "dtype");
   refuses([](ExchangeParams& p) { p.tokens = 9; }, "more rows");
+  refuses([](ExchangeParams& p) { p.capacity = 1 << 22; }, "GiB per source");
+  refuses([](ExchangeParams& p) { p.capacity = (1 << 26) / 7 + 1, p.dim = 8; }, "2^26");
   refuses([](ExchangeParams& p) { p.tokens = 0; }, "tokens");
   refuses([](ExchangeParams& p) { p.heads_per_rank = 7; }, "heads_per_rank");
   refuses([](ExchangeParams& p) { p.o_head_stride = 516; }, "strides");

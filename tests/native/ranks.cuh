@@ -48,14 +48,19 @@ struct Shape {
   Dtype dtype = Dtype::bfloat16;
   Base base = Base::two;
   int heads_per_rank() const { return (heads + cp - 1) / cp; }
-  Layout layout() const { return {cp, tokens * heads_per_rank(), dim * 2}; }
+  Layout layout() const { return {cp, tokens * heads_per_rank(), dim * itemsize(dtype)}; }
+  int words16() const { return dim * itemsize(dtype) / 2; }  // of 16 bits per row
 };
 
 inline const Shape kUsual{8, 8, 64, 512};  // 8 ranks, 8 heads each
 
+inline std::string name_of(Dtype dtype) {
+  return dtype == Dtype::float32 ? "f32" : dtype == Dtype::float16 ? "f16" : "bf16";
+}
+
 inline std::string describe(const Shape& s, int tokens) {
   return "cp " + std::to_string(s.cp) + ", tokens " + std::to_string(tokens) + ", heads " + std::to_string(s.heads) +
-         ", dim " + std::to_string(s.dim) + (s.dtype == Dtype::bfloat16 ? ", bf16" : ", f16") +
+         ", dim " + std::to_string(s.dim) + ", " + name_of(s.dtype) +
          (s.base == Base::two ? ", base 2" : ", base e");
 }
 
@@ -93,7 +98,7 @@ class Ranks {
   uint64_t timeout_ns = 2'000'000'000;
   bool with_lse = true;
   const std::vector<cudaStream_t>& streams;
-  std::vector<Buffer<uint16_t>> o, out;
+  std::vector<Buffer<uint16_t>> o, out;  // 16-bit words, whatever the dtype
   std::vector<Buffer<float>> lse, out_lse;
   std::vector<Buffer<uint8_t>> workspaces;
 
@@ -104,9 +109,9 @@ class Ranks {
     CHECK(cudaHostGetDevicePointer(reinterpret_cast<void**>(&status_on_device_), status_, 0));
     for (int rank = 0; rank < s.cp; ++rank) {
       workspaces.emplace_back(s.layout().bytes());
-      o.emplace_back(rows * s.dim);
+      o.emplace_back(rows * s.words16());
       lse.emplace_back(rows);
-      out.emplace_back(kept * s.dim);
+      out.emplace_back(kept * s.words16());
       out_lse.emplace_back(kept);
     }
     CHECK(cudaMemset(counter_.get(), 0, counter_.bytes()));
@@ -207,7 +212,7 @@ class Ranks {
   }
   // In stream order, without waiting; differences() reads the count.
   void compare(int tokens, const std::vector<Buffer<uint16_t>>& expected) {
-    const int64_t words = int64_t{tokens} * shape.heads_per_rank() * shape.dim / 2;
+    const int64_t words = int64_t{tokens} * shape.heads_per_rank() * shape.words16() / 2;
     for (int rank = 0; rank < shape.cp; ++rank) {
       count_differences<<<64, 256, 0, streams[rank]>>>(reinterpret_cast<uint32_t*>(out[rank].get()),
                                                        reinterpret_cast<uint32_t*>(expected[rank].get()), words,
@@ -241,7 +246,7 @@ class Ranks {
     CHECK(cudaMemcpyAsync(all_.get(), all.data(), all.size() * sizeof(ExchangeParams), cudaMemcpyHostToDevice,
                           streams[0]));
     const int blocks = std::min(all[0].grid_cap, useful_blocks(all[0]));
-    device::with_variant(shape.dtype, shape.cp, shape.dim, [&](auto variant) {
+    device::with_variant(shape.dtype, shape.cp, shape.layout().row_bytes, [&](auto variant) {
       all_ranks_kernel<typename decltype(variant)::type>
           <<<dim3(blocks, shape.cp), kThreads, 0, streams[0]>>>(Plan::of(all[0], blocks), all_.get());
     });

@@ -1,5 +1,5 @@
 // The host twin by itself, so that sanitizers can see it (they cannot see through jaxlib): ranks as threads of this
-// process, calls of random sizes, results against a merge written out here, and ranks that do not come or come too late.
+// process, calls of random sizes, results against a merge written out here, ranks that do not come or come too late, and bounds.
 //
 // twin_test CALLS
 #include <cstdio>
@@ -173,6 +173,26 @@ void stale(Group& g) {
   g.blank();
 }
 
+// The largest calls that problem() lets through, and the next ones, which it refuses before their offsets wrap.
+void bounds(Group& g) {
+  alignas(16) static uint16_t rows[8];
+  float lse = 0;
+  const auto accepts = [&](Dtype dtype, int dim, int64_t capacity, bool expected) {
+    ExchangeParams p = g.params(0, 1, rows, &lse, rows, nullptr, kSecond);
+    p.dtype = dtype, p.dim = dim, p.o_head_stride = dim, p.o_token_stride = int64_t{dim} * g.heads;
+    p.capacity = static_cast<int32_t>(capacity);
+    if ((problem(p) == nullptr) != expected) fail(expected ? problem(p) : "a call that cannot run", dim, g.cp, p.capacity);
+  };
+  accepts(Dtype::bfloat16, 8, 16, true), accepts(Dtype::bfloat16, 4, 16, false);
+  accepts(Dtype::float32, 4, 16, true), accepts(Dtype::float32, 2, 16, false);
+  accepts(static_cast<Dtype>(3), 8, 16, false);
+  const int64_t sends = (1 << 26) - 1, row = 512 * 4;
+  const int64_t most = std::min<int64_t>(sends / (g.cp - 1), kMaxRows - 1);
+  accepts(Dtype::float16, 8, most, true), accepts(Dtype::float16, 8, most + 1, false);
+  accepts(Dtype::float32, 512, ((int64_t{1} << 32) - 1) / row, true);
+  accepts(Dtype::float32, 512, (int64_t{1} << 32) / row, false);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -183,6 +203,7 @@ int main(int count, char** arguments) {
     g.blank();
     absent(g);
     stale(g);
+    bounds(g);
     many_calls(g, 3);
   }
   std::puts("ok");
