@@ -8,17 +8,17 @@ if TYPE_CHECKING:
     from jaxcp import layout as layout
     from jaxcp import lse as lse
     from jaxcp import qsa as qsa
-    from jaxcp.errors import (
-        BackendError as BackendError,
-        BuildError as BuildError,
-        CacheOverflowError as CacheOverflowError,
-        JaxcpError as JaxcpError,
-        PeerTimeoutError as PeerTimeoutError,
-        StaleCacheError as StaleCacheError,
-        TopologyError as TopologyError,
-    )
-    from jaxcp.exchange import Exchange as Exchange, explain as explain
-    from jaxcp.lse import LogBase as LogBase, Partial as Partial
+    from jaxcp.errors import BackendError as BackendError
+    from jaxcp.errors import BuildError as BuildError
+    from jaxcp.errors import CacheOverflowError as CacheOverflowError
+    from jaxcp.errors import JaxcpError as JaxcpError
+    from jaxcp.errors import PeerTimeoutError as PeerTimeoutError
+    from jaxcp.errors import StaleCacheError as StaleCacheError
+    from jaxcp.errors import TopologyError as TopologyError
+    from jaxcp.exchange import Exchange as Exchange
+    from jaxcp.exchange import explain as explain
+    from jaxcp.lse import LogBase as LogBase
+    from jaxcp.lse import Partial as Partial
 
 _EXPORTS = {
     "Exchange": "jaxcp.exchange", "explain": "jaxcp.exchange",
@@ -37,7 +37,9 @@ def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'jaxcp' has no attribute {name!r}; it has {', '.join(__all__)}")
     module = _EXPORTS[name]
-    return importlib.import_module(f"jaxcp.{name}") if module is None else getattr(importlib.import_module(module), name)
+    if module is None:
+        return importlib.import_module(f"jaxcp.{name}")
+    return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:

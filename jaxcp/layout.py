@@ -34,7 +34,12 @@ def _integers(name: str, value: Ints, low: int = 0, high: int = INT32_MAX) -> np
     array = array.astype(np.int64)
     outside = (array < low) | (array > high)
     if outside.any():
-        raise invalid(name, array[outside].flat[0], f"{low} <= {name} <= {high}", "Lengths and positions fit int32 and start at 0.")
+        raise invalid(
+            name,
+            array[outside].flat[0],
+            f"{low} <= {name} <= {high}",
+            "Lengths and positions fit int32 and start at 0.",
+        )
     return array
 
 
@@ -105,7 +110,7 @@ class Interleave:
     def local_length(self, length: Ints, rank: Ints):
         """Tokens of a `length`-token request that `rank` owns; int32.
 
-            n_r(L) = (L // (c I)) I + clamp(L mod (c I) - r I, 0, I)
+        n_r(L) = (L // (c I)) I + clamp(L mod (c I) - r I, 0, I)
         """
         xp, L, r = _prepare(length=length, rank=rank)
         self._check_rank(r)
@@ -140,8 +145,12 @@ class Interleave:
         """Tokens of one widened page: a page of `page_size` rows on each rank. Allocators and prefix trees use this."""
         positive_int("page_size", page_size)
         if page_size % self.granularity:
-            raise invalid("page_size", page_size, f"a multiple of granularity = {self.granularity}",
-                          "Owners must repeat at every widened page, else slots and positions disagree.")
+            raise invalid(
+                "page_size",
+                page_size,
+                f"a multiple of granularity = {self.granularity}",
+                "Owners must repeat at every widened page, else slots and positions disagree.",
+            )
         return page_size * self.cp
 
     def slots(self, page_table: Ints, position: Ints, page_size: int):
@@ -155,8 +164,12 @@ class Interleave:
         width = self.widened(page_size)
         xp, table, p = _prepare(page_table=page_table, position=position)
         if xp is np and p.size and p.max() >= len(table) * width:
-            raise invalid("page_table", f"{len(table)} pages = {len(table) * width} tokens", f"room for position {p.max()}",
-                          "Append pages before writing.")
+            raise invalid(
+                "page_table",
+                f"{len(table)} pages = {len(table) * width} tokens",
+                f"room for position {p.max()}",
+                "Append pages before writing.",
+            )
         return _int32(xp, table[p // width] * width + p % width)
 
     def slot_owner(self, slot: Ints):
@@ -177,7 +190,7 @@ class Interleave:
         return xp.where(self.owner(v) == r, self.physical_row(v), _int32(xp, dump))
 
     def local_page_table(self, page_table: Ints, length: Ints, rank: Ints, page_size: int):
-        """`rank`'s page ids for a request of `length` tokens: int32 [pages], -1 beyond its own ceil(n_r(L) / page_size).
+        """`rank`'s page ids for a request of `length` tokens: int32 [pages], -1 beyond ceil(n_r(L) / page_size).
 
         Widened page g is page g of every rank, so only the number of valid entries differs between ranks.
 
@@ -189,9 +202,15 @@ class Interleave:
         xp, table, L = _prepare(page_table=page_table, length=length)
         used = -(-self.local_length(L, rank) // page_size)
         if xp is np and (used > table.shape[-1]).any():
-            raise invalid("page_table", f"{table.shape[-1]} pages", f"at least {used.max()} pages for length {L.max()}",
-                          "Allocate more pages or shorten the request.")
-        return xp.where(xp.arange(table.shape[-1]) < xp.asarray(used)[..., None], _int32(xp, table), -1).astype(xp.int32)
+            raise invalid(
+                "page_table",
+                f"{table.shape[-1]} pages",
+                f"at least {used.max()} pages for length {L.max()}",
+                "Allocate more pages or shorten the request.",
+            )
+        return xp.where(xp.arange(table.shape[-1]) < xp.asarray(used)[..., None], _int32(xp, table), -1).astype(
+            xp.int32
+        )
 
     def _check_rank(self, rank) -> None:
         if isinstance(rank, np.ndarray) and rank.size and rank.max() >= self.cp:

@@ -70,9 +70,13 @@ class Partial:
     def __post_init__(self):
         if not isinstance(self.base, LogBase):
             raise invalid(
-                "Partial.base", repr(self.base), "LogBase.TWO or LogBase.E",
+                "Partial.base",
+                repr(self.base),
+                "LogBase.TWO or LogBase.E",
                 "Pass the base in which the kernel that made `lse` takes its logarithm; there is no default, because a "
-                "wrong guess is a silent numerical error.", TypeError)
+                "wrong guess is a silent numerical error.",
+                TypeError,
+            )
 
 
 def accumulation_dtype(dtype) -> jnp.dtype:
@@ -93,24 +97,44 @@ def validated(partial: Partial, name: str = "partial", *, rank: int | None = Non
       ValueError: shapes of `o` and `lse` that do not belong together.
     """
     if not isinstance(partial, Partial):
-        raise invalid(name, type(partial).__name__, "a jaxcp.Partial(o, lse, base)",
-                      "Wrap the pair and name the LSE's base.", TypeError)
+        raise invalid(
+            name,
+            type(partial).__name__,
+            "a jaxcp.Partial(o, lse, base)",
+            "Wrap the pair and name the LSE's base.",
+            TypeError,
+        )
     o, lse = partial.o, partial.lse
     if o.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
-        raise invalid(f"{name}.o.dtype", o.dtype, "bfloat16, float16 or float32", "Cast the attention output.", TypeError)
+        raise invalid(
+            f"{name}.o.dtype", o.dtype, "bfloat16, float16 or float32", "Cast the attention output.", TypeError
+        )
     if rank is not None and o.ndim != rank:
-        raise invalid(f"{name}.o.shape", o.shape, f"{rank} axes, [tokens, heads, dim]" if rank == 3 else f"{rank} axes",
-                      "Fold batch axes into tokens.")
+        raise invalid(
+            f"{name}.o.shape",
+            o.shape,
+            f"{rank} axes, [tokens, heads, dim]" if rank == 3 else f"{rank} axes",
+            "Fold batch axes into tokens.",
+        )
     if o.ndim < 2:
         raise invalid(f"{name}.o.shape", o.shape, "[..., heads, dim]", "Keep the head axis, even with one head.")
     if lse.shape == (*o.shape[:-1], 1) and lse.shape != o.shape[:-1]:
         lse = lse[..., 0]
     if lse.shape != o.shape[:-1]:
-        raise invalid(f"{name}.lse.shape", lse.shape, f"{o.shape[:-1]} (o's shape without dim, optionally with a unit axis)",
-                      "Give one LSE per row of o.")
+        raise invalid(
+            f"{name}.lse.shape",
+            lse.shape,
+            f"{o.shape[:-1]} (o's shape without dim, optionally with a unit axis)",
+            "Give one LSE per row of o.",
+        )
     if lse.dtype != accumulation_dtype(o.dtype):
-        raise invalid(f"{name}.lse.dtype", lse.dtype, str(accumulation_dtype(o.dtype)),
-                      "LSEs are kept in float32; a 16-bit LSE loses the merge's precision.", TypeError)
+        raise invalid(
+            f"{name}.lse.dtype",
+            lse.dtype,
+            str(accumulation_dtype(o.dtype)),
+            "LSEs are kept in float32; a 16-bit LSE loses the merge's precision.",
+            TypeError,
+        )
     return Partial(o, lse, partial.base)
 
 

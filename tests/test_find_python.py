@@ -66,14 +66,18 @@ def test_uv_is_asked_last_and_never_downloads(find, tmp_path):
 def test_none_names_what_was_tried_and_what_to_do(find):
     find.add("python3", OLD)
     result = find()
-    assert result.returncode == 1 and not result.stdout
-    assert "Python >= 3.12" in result.stderr and "python3.13" in result.stderr and "Install it" in result.stderr
+    assert result.returncode == 1
+    assert not result.stdout
+    assert "Python >= 3.12" in result.stderr
+    assert "python3.13" in result.stderr
+    assert "Install it" in result.stderr
 
 
 def test_an_explicit_python_is_not_replaced(find):
     find.add("python3.13", REAL)
     result = find(PYTHON="/nonexistent/python")
-    assert result.returncode == 1 and "/nonexistent/python" in result.stderr
+    assert result.returncode == 1
+    assert "/nonexistent/python" in result.stderr
 
 
 def test_the_machine_has_one():
