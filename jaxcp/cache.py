@@ -56,8 +56,12 @@ class CacheConfig:
         for name in ("layers", "kv_heads", "key_dim", "value_dim", "page_size"):
             positive_int(name, getattr(self, name))
         if self.latent and (self.kv_heads != 1 or self.value_dim > self.key_dim):
-            raise invalid("latent", f"kv_heads={self.kv_heads}, key_dim={self.key_dim}, value_dim={self.value_dim}",
-                          "kv_heads=1 and value_dim <= key_dim", "A latent cache stores one shared row per token.")
+            raise invalid(
+                "latent",
+                f"kv_heads={self.kv_heads}, key_dim={self.key_dim}, value_dim={self.value_dim}",
+                "kv_heads=1 and value_dim <= key_dim",
+                "A latent cache stores one shared row per token.",
+            )
         object.__setattr__(self, "dtype", cache_dtype(self.dtype))
 
     @classmethod
@@ -131,13 +135,21 @@ class Cache:
         rows, requests = P(None, axis_name), P()
         if data_axes:
             rows, requests = P(None, (*data_axes, axis_name)), P(tuple(data_axes))
-        return dataclasses.replace(self, k=rows, v=None if self.v is None else rows, page_table=requests,
-                                   dropped=requests)
+        return dataclasses.replace(
+            self, k=rows, v=None if self.v is None else rows, page_table=requests, dropped=requests
+        )
 
 
 def init_cache(
-    config: CacheConfig, layout: Interleave, *, pages: int, requests: int, mesh: Mesh | None = None,
-    axis_name: str | None = None, page_table: Any = None, data_axes: Sequence[str] = (),
+    config: CacheConfig,
+    layout: Interleave,
+    *,
+    pages: int,
+    requests: int,
+    mesh: Mesh | None = None,
+    axis_name: str | None = None,
+    page_table: Any = None,
+    data_axes: Sequence[str] = (),
 ) -> Cache:
     """A cache of zeros, made shard by shard on its devices.
 
@@ -163,8 +175,12 @@ def init_cache(
     if requests % groups:
         raise invalid("requests", requests, f"a multiple of {groups}, the data groups", "Pad the batch.")
     if pages < 2 or pages * widened > INT32_MAX:
-        raise invalid("pages", pages, f"2 <= pages <= {INT32_MAX // widened}",
-                      "Page 0 is reserved, and token slots of the whole pool are int32.")
+        raise invalid(
+            "pages",
+            pages,
+            f"2 <= pages <= {INT32_MAX // widened}",
+            "Page 0 is reserved, and token slots of the whole pool are int32.",
+        )
     if page_table is None:
         table = np.tile(even_page_table(pages, requests // groups), (groups, 1))
     else:
@@ -192,22 +208,39 @@ def checked(cache: Any) -> Cache:
     for name, dim in widths.items():
         leaf, row = getattr(cache, name), (config.page_size, config.kv_heads, dim)
         if leaf.ndim != 5 or leaf.shape[0] != config.layers or leaf.shape[2:] != row:
-            raise invalid(f"cache.{name}.shape", leaf.shape, f"{pages}kv_heads={config.kv_heads}, dim={dim}]",
-                          "Make the cache with decode.init_cache.")
+            raise invalid(
+                f"cache.{name}.shape",
+                leaf.shape,
+                f"{pages}kv_heads={config.kv_heads}, dim={dim}]",
+                "Make the cache with decode.init_cache.",
+            )
         if leaf.dtype != page_dtype(config.dtype):
-            raise invalid(f"cache.{name}.dtype", leaf.dtype, str(page_dtype(config.dtype)),
-                          "The config's dtype decides; float8_e4m3fn is kept as uint8.", TypeError)
+            raise invalid(
+                f"cache.{name}.dtype",
+                leaf.dtype,
+                str(page_dtype(config.dtype)),
+                "The config's dtype decides; float8_e4m3fn is kept as uint8.",
+                TypeError,
+            )
     table = cache.page_table
     if table.ndim != 2 or table.dtype != jnp.int32 or cache.dropped.shape != table.shape[:1]:
-        raise invalid("cache.page_table", f"{table.dtype}{list(table.shape)}",
-                      f"int32[{cache.dropped.shape[0]}, pages_per_request]", "One row of page ids per request.")
+        raise invalid(
+            "cache.page_table",
+            f"{table.dtype}{list(table.shape)}",
+            f"int32[{cache.dropped.shape[0]}, pages_per_request]",
+            "One row of page ids per request.",
+        )
     return cache
 
 
 def write(
-    cache: Cache, layer: Array, k: Float[Array, "requests query_tokens kv_heads key_dim"],
+    cache: Cache,
+    layer: Array,
+    k: Float[Array, "requests query_tokens kv_heads key_dim"],
     v: Float[Array, "requests query_tokens kv_heads value_dim"] | None,
-    first: Int[Array, "requests"], counts: Int[Array, "requests"], rank: Array,
+    first: Int[Array, "requests"],
+    counts: Int[Array, "requests"],
+    rank: Array,
 ) -> Cache:
     """Stores the rows that `rank` owns of tokens first ... first + counts - 1 of each request; in place if donated.
 
@@ -249,7 +282,8 @@ def check(cache: Cache) -> None:
         raise CacheOverflowError(
             f"cache: request {worst} lost {dropped[worst]} rows, counted over layers ({np.count_nonzero(dropped)} of "
             f"{dropped.size} requests lost some); expected every position inside the request's pages, at most "
-            f"{cache.capacity} tokens. The rows were dropped and nothing else was overwritten: allocate more pages.")
+            f"{cache.capacity} tokens. The rows were dropped and nothing else was overwritten: allocate more pages."
+        )
 
 
 def room(cache: Cache) -> Int[Array, "requests"]:
@@ -262,7 +296,8 @@ def _slots(cache: Cache, position: Int[Array, "requests query_tokens"]) -> tuple
     table, _ = usable_pages(cache.page_table, cache.k.shape[1])
     stored = (position >= 0) & (position < room(cache)[:, None])
     slots = jax.vmap(lambda ids, p: cache.layout.slots(ids, p, cache.config.page_size))(
-        table, jnp.where(stored, position, 0))
+        table, jnp.where(stored, position, 0)
+    )
     return slots, stored
 
 
@@ -276,6 +311,7 @@ def _data_groups(layout: Interleave, mesh: Mesh | None, axis_name: str | None, d
             raise invalid(name, repr(axis), f"an axis of the mesh: {tuple(sizes)}", "Name the axes to split over.")
     size = sizes.get(axis_name, 1)
     if layout.cp != size:
-        raise invalid("layout.cp", layout.cp, f"{size}, the size of axis {axis_name!r}",
-                      "Every rank of the axis owns a share.")
+        raise invalid(
+            "layout.cp", layout.cp, f"{size}, the size of axis {axis_name!r}", "Every rank of the axis owns a share."
+        )
     return math.prod(sizes[axis] for axis in data_axes)

@@ -34,8 +34,16 @@ from jaxcp.storage import QUERY_DTYPES
 
 
 def attention(
-    q: Array, k: Array, v: Array, cache: Cache, lengths: Ints,
-    *, exchange: Exchange, layer: Any = 0, counts: Ints | None = None, scale: float | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: Cache,
+    lengths: Ints,
+    *,
+    exchange: Exchange,
+    layer: Any = 0,
+    counts: Ints | None = None,
+    scale: float | None = None,
     implementation: str = "auto",
 ) -> tuple[Array, Cache]:
     """Stores the new tokens and attends with them over everything their request has stored; in shard_map.
@@ -67,16 +75,36 @@ def attention(
     step = _Step.of(q, k, v, cache, lengths, exchange, layer, counts, scale)
     cache = step.store(cache)
     partial = partial_attention(
-        gather_queries(q, exchange), cache.k, cache.v, cache.page_table, step.lengths, layer=step.layer,
-        layout=cache.layout, rank=step.rank, scale=step.scale, base=LogBase.E, counts=step.counts,
-        value_dim=cache.config.value_dim, implementation=implementation)
+        gather_queries(q, exchange),
+        cache.k,
+        cache.v,
+        cache.page_table,
+        step.lengths,
+        layer=step.layer,
+        layout=cache.layout,
+        rank=step.rank,
+        scale=step.scale,
+        base=LogBase.E,
+        counts=step.counts,
+        value_dim=cache.config.value_dim,
+        implementation=implementation,
+    )
     out: Any = exchange(partial)
     return out, cache
 
 
 def prefill(
-    q: Array, k: Array, v: Array, cache: Cache, lengths: Ints,
-    *, exchange: Exchange, layer: Any = 0, counts: Ints | None = None, scale: float | None = None, chunk: int = 1024,
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: Cache,
+    lengths: Ints,
+    *,
+    exchange: Exchange,
+    layer: Any = 0,
+    counts: Ints | None = None,
+    scale: float | None = None,
+    chunk: int = 1024,
 ) -> tuple[Array, Cache]:
     """`attention` for many new tokens: gathers the prefix's keys instead of the queries; in shard_map.
 
@@ -143,8 +171,14 @@ class _Step:
             counts = jnp.full(cache.requests, per_request, jnp.int32)
         counts = jnp.clip(request_ints("counts", counts, cache.requests, per_request), 0, per_request)
         if scale is None and config.latent:
-            raise invalid("scale", None, "a number", "An absorbed key is wider than the head it stands for; MLA scales "
-                          "by (qk_nope_dim + qk_rope_dim) ** -0.5.", TypeError)
+            raise invalid(
+                "scale",
+                None,
+                "a number",
+                "An absorbed key is wider than the head it stands for; MLA scales "
+                "by (qk_nope_dim + qk_rope_dim) ** -0.5.",
+                TypeError,
+            )
         scale = config.key_dim**-0.5 if scale is None else float(scale)
         split = (cache.requests, per_request)
         k, v = k.reshape(*split, *k.shape[1:]), None if v is None else v.reshape(*split, *v.shape[1:])
@@ -165,6 +199,7 @@ class _Step:
 
     def as_cached(self, cache: Cache) -> tuple[Array, Array | None]:
         """The new tokens' rows as a later step will read them."""
+
         def cached(x):
             return storage.decode(storage.encode(x, cache.config.dtype))
 
@@ -188,8 +223,12 @@ def _rows(k: Any, v: Any, q: Array, config: CacheConfig) -> tuple[Array, Array |
         shapes = {"k": (tokens, config.kv_heads, config.key_dim), "v": (tokens, config.kv_heads, config.value_dim)}
     for (name, shape), x in zip(shapes.items(), (k, v), strict=True):
         if getattr(x, "shape", None) != shape:
-            raise invalid(f"{name}.shape", getattr(x, "shape", type(x).__name__), str(shape),
-                          "One row per query token, as the cache's config says, the same on every rank.")
+            raise invalid(
+                f"{name}.shape",
+                getattr(x, "shape", type(x).__name__),
+                str(shape),
+                "One row per query token, as the cache's config says, the same on every rank.",
+            )
         if x.dtype != q.dtype:
             raise invalid(f"{name}.dtype", x.dtype, f"{q.dtype}, the dtype of q", "Cast it.", TypeError)
     return (jnp.concatenate([k, v], axis=-1)[:, None], None) if config.latent else (k, v)
@@ -199,8 +238,9 @@ def _check_queries(q: Any, cache: Cache, exchange: Exchange) -> int:
     """Query tokens per request."""
     expected = f"[tokens, heads_per_rank={exchange.heads_per_rank}, key_dim={cache.config.key_dim}]"
     if getattr(q, "ndim", None) != 3 or q.shape[1:] != (exchange.heads_per_rank, cache.config.key_dim):
-        raise invalid("q.shape", getattr(q, "shape", type(q).__name__), expected,
-                      "Give the heads that this rank keeps.")
+        raise invalid(
+            "q.shape", getattr(q, "shape", type(q).__name__), expected, "Give the heads that this rank keeps."
+        )
     if q.dtype.name not in QUERY_DTYPES:
         raise invalid("q.dtype", q.dtype, " or ".join(QUERY_DTYPES), "Cast it.", TypeError)
     return query_tokens(q.shape[0], cache.requests)
@@ -208,16 +248,28 @@ def _check_queries(q: Any, cache: Cache, exchange: Exchange) -> int:
 
 def _check_exchange(cache: Cache, exchange: Exchange) -> None:
     if cache.layout.cp != exchange.cp:
-        raise invalid("cache.layout.cp", cache.layout.cp, f"{exchange.cp}, the ranks of the exchange",
-                      "Build both for the same mesh axis.")
+        raise invalid(
+            "cache.layout.cp",
+            cache.layout.cp,
+            f"{exchange.cp}, the ranks of the exchange",
+            "Build both for the same mesh axis.",
+        )
     if exchange.heads % cache.config.kv_heads:
-        raise invalid("exchange.heads", exchange.heads, f"a multiple of kv_heads = {cache.config.kv_heads}",
-                      "Every KV head serves as many query heads.")
+        raise invalid(
+            "exchange.heads",
+            exchange.heads,
+            f"a multiple of kv_heads = {cache.config.kv_heads}",
+            "Every KV head serves as many query heads.",
+        )
     try:
         size = lax.axis_size(exchange.axis_name)
     except NameError:
         size = None
     if size != exchange.cp:
         got = "a call outside it" if size is None else f"an axis of {size} ranks"
-        raise invalid(f"axis {exchange.axis_name!r}", got, f"a call inside jax.shard_map over {exchange.cp} ranks",
-                      "Wrap the step in jax.shard_map over the exchange's mesh.")
+        raise invalid(
+            f"axis {exchange.axis_name!r}",
+            got,
+            f"a call inside jax.shard_map over {exchange.cp} ranks",
+            "Wrap the step in jax.shard_map over the exchange's mesh.",
+        )

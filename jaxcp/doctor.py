@@ -127,8 +127,12 @@ def _device_table(devices: Sequence[Device]) -> Table:
 def _resolution_table(resolutions: Iterable[Resolution]) -> Table:
     resolutions = list(resolutions)
     spec = resolutions[0].spec
-    table = Table("cp", *resolutions[0].blockers, "auto takes",
-                  title=f"exchange of {spec.heads} heads x {spec.head_dim}, {spec.dtype.name}")
+    table = Table(
+        "cp",
+        *resolutions[0].blockers,
+        "auto takes",
+        title=f"exchange of {spec.heads} heads x {spec.head_dim}, {spec.dtype.name}",
+    )
     for resolution in resolutions:
         cells = [blocker or "usable" for blocker in resolution.blockers.values()]
         table.add_row(str(resolution.spec.cp), *cells, f"{resolution.chosen}: {resolution.reason}")
@@ -137,15 +141,21 @@ def _resolution_table(resolutions: Iterable[Resolution]) -> Table:
 
 def _devices(devices: Sequence[Any]) -> tuple[Device, ...]:
     peers = _peers(devices)
-    return tuple(Device(d.id, d.device_kind, d.process_index, getattr(d, "compute_capability", None), peers.get(d.id))
-                 for d in devices)
+    return tuple(
+        Device(d.id, d.device_kind, d.process_index, getattr(d, "compute_capability", None), peers.get(d.id))
+        for d in devices
+    )
 
 
 def _peers(devices: Sequence[Any]) -> dict[int, tuple[int, ...]]:
     """Which local devices can map which others' memory. Virtual CPU devices share one address space."""
     if devices[0].platform != "gpu":
-        return {device.id: tuple(other.id for other in devices if other.id != device.id
-                                 and other.process_index == device.process_index) for device in devices}
+        return {
+            device.id: tuple(
+                other.id for other in devices if other.id != device.id and other.process_index == device.process_index
+            )
+            for device in devices
+        }
     answer = _nvidia_smi("topo", "-p2p", "w")
     if answer is None:
         return {}
@@ -154,8 +164,10 @@ def _peers(devices: Sequence[Any]) -> dict[int, tuple[int, ...]]:
     local = [device for device in devices if device.process_index == jax.process_index()]
     if len(status) != len(local):  # CUDA_VISIBLE_DEVICES renumbers: rows cannot be told apart
         return {}
-    return {device.id: tuple(other.id for j, other in enumerate(local) if status[f"GPU{i}"][j] == "OK")
-            for i, device in enumerate(local)}
+    return {
+        device.id: tuple(other.id for j, other in enumerate(local) if status[f"GPU{i}"][j] == "OK")
+        for i, device in enumerate(local)
+    }
 
 
 def _driver_version() -> str | None:

@@ -39,8 +39,10 @@ class PagePool:
         """
         need = -(-positive_int("tokens", tokens) // self.width) - len(held)
         if need > len(self._free):
-            raise CacheOverflowError(f"pages: {tokens} tokens need {need} more pages of {self.width} tokens, "
-                                     f"{len(self._free)} are free. Free a request or build a larger cache.")
+            raise CacheOverflowError(
+                f"pages: {tokens} tokens need {need} more pages of {self.width} tokens, "
+                f"{len(self._free)} are free. Free a request or build a larger cache."
+            )
         new = [self._free.pop() for _ in range(max(need, 0))]
         self._held.update(new)
         return [*held, *new]
@@ -53,8 +55,9 @@ class PagePool:
         """
         foreign = [p for p in pages if p not in self._held]
         if foreign or len(set(pages)) != len(pages):
-            raise invalid("pages", list(pages), "pages from allocate, each once",
-                          "A page is freed once, by its holder.")
+            raise invalid(
+                "pages", list(pages), "pages from allocate, each once", "A page is freed once, by its holder."
+            )
         self._held.difference_update(pages)
         self._free.extend(reversed(pages))
 
@@ -63,8 +66,9 @@ class PagePool:
         table = np.zeros((len(requests), positive_int("pages_per_request", pages_per_request)), np.int32)
         for row, pages in zip(table, requests, strict=True):
             if len(pages) > pages_per_request:
-                raise invalid("pages_per_request", pages_per_request, f"at least {len(pages)}",
-                              "A request holds more pages.")
+                raise invalid(
+                    "pages_per_request", pages_per_request, f"at least {len(pages)}", "A request holds more pages."
+                )
             row[: len(pages)] = pages
         return table
 
@@ -73,8 +77,9 @@ def even_page_table(pages: int, requests: int) -> np.ndarray:
     """Pages 1 ... pages - 1 dealt out evenly: int32 [requests, (pages - 1) // requests]."""
     each = (pages - 1) // requests
     if not each:
-        raise invalid("pages", pages, f"at least {requests + 1}",
-                      f"{requests} requests need a page each beside page 0.")
+        raise invalid(
+            "pages", pages, f"at least {requests + 1}", f"{requests} requests need a page each beside page 0."
+        )
     return 1 + np.arange(requests * each, dtype=np.int32).reshape(requests, each)
 
 
@@ -82,12 +87,14 @@ def checked_page_table(page_table: Any, pages: int, requests: int) -> np.ndarray
     """`page_table` as int32, or the error that says what is wrong with it."""
     table = np.asarray(page_table)
     if table.ndim != 2 or table.shape[0] != requests or not table.shape[1]:
-        raise invalid("page_table.shape", table.shape, f"[requests={requests}, pages_per_request]",
-                      "Give one row per request.")
+        raise invalid(
+            "page_table.shape", table.shape, f"[requests={requests}, pages_per_request]", "Give one row per request."
+        )
     if table.dtype.kind not in "iu":
         raise invalid("page_table.dtype", table.dtype, "int32", "Page ids are integers.", TypeError)
     outside = table[(table < 0) | (table >= pages)]
     if outside.size:
-        raise invalid("page_table", outside[0], f"ids in [1, {pages}), 0 for no page",
-                      "Widened page g is page g of every rank.")
+        raise invalid(
+            "page_table", outside[0], f"ids in [1, {pages}), 0 for no page", "Widened page g is page g of every rank."
+        )
     return table.astype(np.int32)

@@ -43,11 +43,20 @@ class Topology:
           ValueError: the mesh has no such axis.
         """
         if not isinstance(mesh, Mesh | AbstractMesh):
-            raise invalid("mesh", type(mesh).__name__, "a jax.sharding.Mesh or AbstractMesh",
-                          "Make one with jax.make_mesh((cp,), ('cp',)).", TypeError)
+            raise invalid(
+                "mesh",
+                type(mesh).__name__,
+                "a jax.sharding.Mesh or AbstractMesh",
+                "Make one with jax.make_mesh((cp,), ('cp',)).",
+                TypeError,
+            )
         if axis_name not in mesh.axis_names:
-            raise invalid("axis_name", repr(axis_name), f"one of the mesh's axes {mesh.axis_names}",
-                          "Name the axis that the KV cache is split over.")
+            raise invalid(
+                "axis_name",
+                repr(axis_name),
+                f"one of the mesh's axes {mesh.axis_names}",
+                "Name the axis that the KV cache is split over.",
+            )
         size = mesh.shape[axis_name]
         if isinstance(mesh, AbstractMesh):
             platform, kind = _abstract_device(mesh)
@@ -83,8 +92,12 @@ class Topology:
 
     def local_ranks(self) -> tuple[tuple[int, int, Any], ...]:
         """(group, rank, device) of every device of the mesh that this process owns."""
-        return tuple((g, r, device) for g, group in enumerate(self.groups) for r, device in enumerate(group)
-                     if self.is_local(device))
+        return tuple(
+            (g, r, device)
+            for g, group in enumerate(self.groups)
+            for r, device in enumerate(group)
+            if self.is_local(device)
+        )
 
     def __str__(self) -> str:
         kind = f" ({self.device_kind})" if self.device_kind else ""
@@ -100,12 +113,20 @@ def make_mesh(cp: int, axis_name: str = "cp") -> Mesh:
     """
     devices, processes = jax.devices(), jax.process_count()
     if isinstance(cp, bool) or not isinstance(cp, int) or not 1 <= cp <= len(devices):
-        raise invalid("cp", repr(cp), f"1 <= cp <= {len(devices)}, the devices of platform {devices[0].platform}",
-                      "Lower cp, or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count=N before jax starts.")
+        raise invalid(
+            "cp",
+            repr(cp),
+            f"1 <= cp <= {len(devices)}, the devices of platform {devices[0].platform}",
+            "Lower cp, or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count=N before jax starts.",
+        )
     share = [[d for d in devices if d.process_index == p][: cp // processes] for p in range(processes)]
     if sum(map(len, share)) != cp:
-        raise invalid("cp", cp, f"a multiple of the {processes} processes, each of which holds as many ranks",
-                      "Choose another cp, or start another number of processes.")
+        raise invalid(
+            "cp",
+            cp,
+            f"a multiple of the {processes} processes, each of which holds as many ranks",
+            "Choose another cp, or start another number of processes.",
+        )
     return Mesh([device for some in share for device in some], (axis_name,))
 
 

@@ -92,8 +92,15 @@ def blocker(sources: int, rows: int, dim: int, dtype: Any) -> str | None:
 
 
 def merge_packed(
-    packed: UInt32[Array, "sources words"], *, rows: int, dim: int, dtype: Any, base: LogBase, return_lse: bool = False,
-    cut: Tiling | None = None, interpret: Any = None,
+    packed: UInt32[Array, "sources words"],
+    *,
+    rows: int,
+    dim: int,
+    dtype: Any,
+    base: LogBase,
+    return_lse: bool = False,
+    cut: Tiling | None = None,
+    interpret: Any = None,
 ) -> tuple[Float[Array, "rows dim"], Float[Array, "rows"] | None]:
     """Merge of received blocks, read in place: o = sum_i o_i b^(l_i - l), l = log_b sum_i b^l_i.
 
@@ -117,8 +124,13 @@ def merge_packed(
 
 
 def merge_separate(
-    o: Float[Array, "sources rows dim"], lse: Float[Array, "sources rows"], *, base: LogBase, return_lse: bool = False,
-    cut: Tiling | None = None, interpret: Any = None,
+    o: Float[Array, "sources rows dim"],
+    lse: Float[Array, "sources rows"],
+    *,
+    base: LogBase,
+    return_lse: bool = False,
+    cut: Tiling | None = None,
+    interpret: Any = None,
 ) -> tuple[Float[Array, "rows dim"], Float[Array, "rows"] | None]:
     """`merge_packed` for rows and LSEs in arrays of their own."""
     sources, rows, dim = o.shape

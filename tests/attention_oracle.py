@@ -37,8 +37,11 @@ def partial(q, keys, values, counts, scale, positions_of):
     Returns:
       o [requests, query_tokens, heads, value_dim], lse [...] (natural), magnitude as o: sum of p |v|.
     """
-    q, keys, values = (np.asarray(q, np.float64), [np.asarray(x, np.float64) for x in keys],
-                       [np.asarray(x, np.float64) for x in values])
+    q, keys, values = (
+        np.asarray(q, np.float64),
+        [np.asarray(x, np.float64) for x in keys],
+        [np.asarray(x, np.float64) for x in values],
+    )
     requests, query_tokens, heads, _ = q.shape
     o = np.zeros((requests, query_tokens, heads, values[0].shape[2]))
     lse, magnitude = np.full(o.shape[:-1], -np.inf), np.zeros_like(o)
@@ -47,8 +50,7 @@ def partial(q, keys, values, counts, scale, positions_of):
             at = positions_of(max(len(keys[b]) - counts[b] + t + 1, 0))
             for j in range(heads):
                 g = j // (heads // keys[b].shape[1])
-                o[b, t, j], lse[b, t, j], magnitude[b, t, j] = one(
-                    q[b, t, j], keys[b][at, g], values[b][at, g], scale)
+                o[b, t, j], lse[b, t, j], magnitude[b, t, j] = one(q[b, t, j], keys[b][at, g], values[b][at, g], scale)
     return o, lse, magnitude
 
 

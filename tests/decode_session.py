@@ -35,13 +35,21 @@ class Case:
     requests: int = 3
 
     def __str__(self) -> str:
-        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)
-                        if getattr(self, f.name) != f.default)
+        return ",".join(
+            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        )
 
     @property
     def config(self) -> decode.CacheConfig:
-        return decode.CacheConfig(self.layers, self.kv_heads, self.key_dim, self.value_dim, self.latent,
-                                  self.cache_dtype or self.dtype, self.page_size)
+        return decode.CacheConfig(
+            self.layers,
+            self.kv_heads,
+            self.key_dim,
+            self.value_dim,
+            self.latent,
+            self.cache_dtype or self.dtype,
+            self.page_size,
+        )
 
 
 class Session:
@@ -50,13 +58,26 @@ class Session:
     def __init__(self, case: Case, seed: int = 0, **options):
         self.case, self.options, self.rng = case, options, np.random.default_rng(seed)
         self.mesh = make_mesh(case.cp)
-        self.exchange = jaxcp.Exchange(self.mesh, "cp", max_tokens=8, heads=case.heads, head_dim=case.value_dim,
-                                       dtype=case.dtype, backend=case.backend)
+        self.exchange = jaxcp.Exchange(
+            self.mesh,
+            "cp",
+            max_tokens=8,
+            heads=case.heads,
+            head_dim=case.value_dim,
+            dtype=case.dtype,
+            backend=case.backend,
+        )
         each = -(-case.capacity // (case.page_size * case.cp))
         ids = 1 + self.rng.permutation(case.requests * each).reshape(case.requests, each)
         self.cache = decode.init_cache(
-            case.config, Interleave(case.cp, case.granularity), pages=ids.size + 1, requests=case.requests,
-            mesh=self.mesh, axis_name="cp", page_table=ids)
+            case.config,
+            Interleave(case.cp, case.granularity),
+            pages=ids.size + 1,
+            requests=case.requests,
+            mesh=self.mesh,
+            axis_name="cp",
+            page_table=ids,
+        )
         self.poison()
         self.keys = [np.zeros((0, case.kv_heads, case.key_dim)) for _ in range(case.requests)]
         self.values = [np.zeros((0, case.kv_heads, case.value_dim)) for _ in range(case.requests)]
@@ -85,13 +106,17 @@ class Session:
         padded = case.cp * self.exchange.heads_per_rank
         q = self.draw(case.requests, query_tokens, padded, case.key_dim)
         k = self.draw(case.requests, query_tokens, case.kv_heads, case.key_dim)
-        v = k[..., : case.value_dim] if case.latent else self.draw(case.requests, query_tokens, case.kv_heads,
-                                                                   case.value_dim)
+        v = (
+            k[..., : case.value_dim]
+            if case.latent
+            else self.draw(case.requests, query_tokens, case.kv_heads, case.value_dim)
+        )
         return q, k, v
 
     def as_stored(self, rows) -> np.ndarray:
-        return np.asarray(storage.decode(storage.encode(jnp.asarray(rows, self.case.dtype), self.case.config.dtype)),
-                          np.float64)
+        return np.asarray(
+            storage.decode(storage.encode(jnp.asarray(rows, self.case.dtype), self.case.config.dtype)), np.float64
+        )
 
     def grow(self, k, v, counts) -> None:
         k, v = self.as_stored(k), self.as_stored(v)
@@ -117,17 +142,31 @@ class Session:
         if case.latent:
             rows = (rows[0][:, 0, : case.value_dim], rows[0][:, 0, case.value_dim :])
         out, self.cache = self.step(name, counts is None, **options)(
-            flat(q), *rows, self.cache, jnp.asarray(lengths, jnp.int32),
-            None if counts is None else jnp.asarray(counts, jnp.int32), jnp.int32(layer))
+            flat(q),
+            *rows,
+            self.cache,
+            jnp.asarray(lengths, jnp.int32),
+            None if counts is None else jnp.asarray(counts, jnp.int32),
+            jnp.int32(layer),
+        )
         return np.asarray(out, np.float64).reshape(*q.shape[:3], case.value_dim)
 
     @functools.cache  # noqa: B019  # sessions live as long as their test
     def step(self, name, no_counts=False, **options):
         """Jitted decode.`name` in shard_map, with donated cache."""
         specs, heads = self.cache.partition_specs("cp"), P(None, "cp")
-        inner = functools.partial(getattr(decode, name), exchange=self.exchange,
-                                  scale=self.scale if self.case.latent else None, **options)
-        return jax.jit(jax.shard_map(
-            lambda q, k, v, cache, lengths, counts, layer: inner(q, k, v, cache, lengths, counts=counts, layer=layer),
-            mesh=self.mesh, in_specs=(heads, P(), P(), specs, P(), None if no_counts else P(), P()),
-            out_specs=(heads, specs), **{"check_vma": False} | self.options), donate_argnums=3)
+        inner = functools.partial(
+            getattr(decode, name), exchange=self.exchange, scale=self.scale if self.case.latent else None, **options
+        )
+        return jax.jit(
+            jax.shard_map(
+                lambda q, k, v, cache, lengths, counts, layer: inner(
+                    q, k, v, cache, lengths, counts=counts, layer=layer
+                ),
+                mesh=self.mesh,
+                in_specs=(heads, P(), P(), specs, P(), None if no_counts else P(), P()),
+                out_specs=(heads, specs),
+                **{"check_vma": False} | self.options,
+            ),
+            donate_argnums=3,
+        )

@@ -23,7 +23,8 @@ TARGETS = pathlib.Path(__file__).parent / "targets"
 ARCHITECTURES = ("h200", "b200")
 
 requires_plugin = pytest.mark.skipif(
-    not PLUGIN, reason="JAXCP_COMPILE_ONLY names no folder with the compile-only CUDA plugin (make test sets it)")
+    not PLUGIN, reason="JAXCP_COMPILE_ONLY names no folder with the compile-only CUDA plugin (make test sets it)"
+)
 
 _PRELUDE = """
 import json, math, pathlib

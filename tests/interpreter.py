@@ -14,6 +14,7 @@ ON_GPU = jax.default_backend() == "gpu"
 DETECT = None if ON_GPU else plgpu.InterpretGPUParams(detect_races=True)
 """For a kernel's `interpret` argument: the interpreter with race detection, or the device itself."""
 
+
 class RaceError(AssertionError):
     """The race detector found a race."""
 

@@ -37,8 +37,11 @@ class Case:
     base: LogBase = LogBase.TWO
 
     def __str__(self) -> str:
-        changed = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)[2:]
-                   if getattr(self, f.name) != f.default]
+        changed = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)[2:]
+            if getattr(self, f.name) != f.default
+        ]
         return f"cp={self.cp},n={len(self.lengths)}," + ",".join(changed)
 
 
@@ -74,8 +77,11 @@ class Batch:
         draw = lambda *shape: np.asarray(jnp.asarray(rng.standard_normal(shape), case.dtype), np.float64)  # noqa: E731
         self.q = draw(len(case.lengths), case.query_tokens, case.heads, case.key_dim)
         self.keys = [draw(n, case.kv_heads, case.key_dim) for n in case.lengths]
-        self.values = ([k[..., : case.value_dim] for k in self.keys] if case.latent
-                       else [draw(n, case.kv_heads, case.value_dim) for n in case.lengths])
+        self.values = (
+            [k[..., : case.value_dim] for k in self.keys]
+            if case.latent
+            else [draw(n, case.kv_heads, case.value_dim) for n in case.lengths]
+        )
         table = max(-(-max(case.lengths) // (case.page_size * case.cp)), 1) + 1
         ids = 1 + rng.permutation(len(case.lengths) * table)
         self.page_table = ids.reshape(-1, table).astype(np.int32)
@@ -121,8 +127,10 @@ class Batch:
             q = np.stack([x[s % case.query_tokens] for x, s in zip(q, shift, strict=True)])
         found = oracle.partial(q, self.keys, self.values, counts, self.scale, positions_of)
         if case.counts is None:
-            found = [np.stack([np.roll(x, case.query_tokens - n, axis=0) for x, n in zip(xs, counts, strict=True)])
-                     for xs in found]
+            found = [
+                np.stack([np.roll(x, case.query_tokens - n, axis=0) for x, n in zip(xs, counts, strict=True)])
+                for xs in found
+            ]
         o, l, magnitude = (x.reshape(-1, *x.shape[2:]) for x in found)
         return o, l / case.base.ln, magnitude
 
@@ -170,7 +178,8 @@ def test_float8_pages_hold_bits():
     rounded = lambda rows: [np.asarray(jnp.asarray(x, jnp.float8_e4m3fn), np.float64) for x in rows]  # noqa: E731
     batch.keys, batch.values = rounded(batch.keys), rounded(batch.values)
     bits = lambda rows: jax.lax.bitcast_convert_type(  # noqa: E731
-        batch.stored(rows, 0).astype(jnp.float8_e4m3fn), jnp.uint8)
+        batch.stored(rows, 0).astype(jnp.float8_e4m3fn), jnp.uint8
+    )
     got = batch.run(0, k_pages=bits(batch.keys), v_pages=bits(batch.values))
     o, _, magnitude = batch.expected(lambda n: oracle.rows_of(0, n, 2, 1))
     oracle.assert_close(got.o, o, magnitude, "float32")
@@ -180,8 +189,9 @@ def test_pages_that_are_not_owned_end_the_request():
     """A gap in the page table, or an id outside the pool, hides what lies behind it; page 0 is never read."""
     case = Case(1, (12,), page_size=4)
     batch = Batch(case)
-    o, _, magnitude = oracle.partial(batch.q, [k[:4] for k in batch.keys], [v[:4] for v in batch.values], [1],
-                                     batch.scale, np.arange)
+    o, _, magnitude = oracle.partial(
+        batch.q, [k[:4] for k in batch.keys], [v[:4] for v in batch.values], [1], batch.scale, np.arange
+    )
     for bad in (0, -1, batch.pages, 2**31 - 1):
         table = batch.page_table.copy()
         table[0, 1] = bad
@@ -198,7 +208,8 @@ def compiled(pages_per_request, *, query_tokens=64, page_size=16, requests=2):
     table = jax.ShapeDtypeStruct((requests, pages_per_request), jnp.int32)
     lengths = jax.ShapeDtypeStruct((requests,), jnp.int32)
     function = lambda q, k, v, t, n: attention(  # noqa: E731
-        q, k, v, t, n, layer=0, layout=Interleave(1), rank=0, scale=1.0, base=LogBase.E)
+        q, k, v, t, n, layer=0, layout=Interleave(1), rank=0, scale=1.0, base=LogBase.E
+    )
     return jax.jit(function).lower(q, pages, pages, table, lengths).compile()
 
 
@@ -226,8 +237,9 @@ def test_work_follows_the_longest_request(monkeypatch):
     pages = jnp.asarray(rng.standard_normal((1, 129, 16, 2, 16)), jnp.float32)
     table = jnp.arange(1, 129).reshape(2, 64)
     q = jnp.ones((2, 4, 16))
-    step = jax.jit(lambda n: attention(q, pages, pages, table, n, layer=0, layout=Interleave(1), rank=0, scale=1.0,
-                                       base=LogBase.E))
+    step = jax.jit(
+        lambda n: attention(q, pages, pages, table, n, layer=0, layout=Interleave(1), rank=0, scale=1.0, base=LogBase.E)
+    )
     for lengths, blocks in (((0, 0), 0), ((1, 64), 1), ((65, 3), 2), ((1024, 1), 16)):
         reads.clear()
         jax.block_until_ready(step(jnp.asarray(lengths, jnp.int32)))
@@ -236,9 +248,15 @@ def test_work_follows_the_longest_request(monkeypatch):
 
 
 def test_float32_products_use_the_highest_precision():
-    text = str(jax.make_jaxpr(lambda q: online.attend(
-        q, jnp.ones((1, 4, 1, 8)), jnp.ones((1, 4, 1, 8)), jnp.full((1, 2), 4), scale=1.0, base=LogBase.E).o
-    )(jnp.ones((1, 1, 2, 8))))
+    text = str(
+        jax.make_jaxpr(
+            lambda q: (
+                online.attend(
+                    q, jnp.ones((1, 4, 1, 8)), jnp.ones((1, 4, 1, 8)), jnp.full((1, 2), 4), scale=1.0, base=LogBase.E
+                ).o
+            )
+        )(jnp.ones((1, 1, 2, 8)))
+    )
     assert text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2
 
 
@@ -317,15 +335,26 @@ def test_bad_arguments_are_refused(changes, error, message):
 def test_negative_host_lengths_are_refused(lengths):
     pages = jnp.zeros((1, 3, 4, 1, 8))
     with pytest.raises(ValueError, match="lengths: got -1; expected 0 <= lengths"):
-        attention(jnp.zeros((2, 1, 8)), pages, pages, np.array([[1], [2]]), lengths, layer=0, layout=Interleave(1),
-                  rank=0, scale=1.0, base=LogBase.E)
+        attention(
+            jnp.zeros((2, 1, 8)),
+            pages,
+            pages,
+            np.array([[1], [2]]),
+            lengths,
+            layer=0,
+            layout=Interleave(1),
+            rank=0,
+            scale=1.0,
+            base=LogBase.E,
+        )
 
 
 def test_bounds_beyond_the_keys_given_do_not_reach_the_padding(monkeypatch):
     """A chunk of a longer prefix: its keys are no multiple of the block, and every row sees all of them."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32)
-               for shape in ((1, 1, 3, 8), (1, 10, 1, 8), (1, 10, 1, 8)))
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((1, 1, 3, 8), (1, 10, 1, 8), (1, 10, 1, 8))
+    )
     options = {"scale": 1.0, "base": LogBase.E}
     whole = online.attend(q, k, v, jnp.full((1, 3), 10), **options)
     monkeypatch.setattr(online, "MAX_BLOCK_KEYS", 7)

@@ -136,7 +136,8 @@ def test_float8_saturates_and_keeps_nan():
     bits = storage.encode(x, storage.E4M3)
     assert bits.dtype == jnp.uint8
     np.testing.assert_array_equal(
-        storage.decode(bits).astype(jnp.float32), np.float32([0, 1, 16, 448, 448, 448, 448, -448, np.nan]))
+        storage.decode(bits).astype(jnp.float32), np.float32([0, 1, 16, 448, 448, 448, 448, -448, np.nan])
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,8 +200,11 @@ BOTH = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "cp
         ({"pages": 2, "requests": 2}, ValueError, "pages: got 2; expected at least 3"),
         ({"requests": 0}, ValueError, "requests: got 0"),
         ({"layout": Interleave(2), **MESH, "data_axes": ("dp",)}, ValueError, "data_axes: got 'dp'; expected an axis"),
-        ({"layout": Interleave(2), "mesh": BOTH, "axis_name": "cp", "data_axes": ("data",)}, ValueError,
-         "requests: got 1; expected a multiple of 2"),
+        (
+            {"layout": Interleave(2), "mesh": BOTH, "axis_name": "cp", "data_axes": ("data",)},
+            ValueError,
+            "requests: got 1; expected a multiple of 2",
+        ),
         ({"page_table": [[1, 5]]}, ValueError, r"page_table: got 5; expected ids in \[1, 5\)"),
         ({"page_table": [[1, -1]]}, ValueError, "page_table: got -1"),
         ({"page_table": [1, 2]}, ValueError, r"page_table.shape: got \(2,\)"),
@@ -231,8 +235,15 @@ def test_bad_configs_are_refused(make, error, message):
 # The page pool.
 
 
-@given(st.lists(st.one_of(st.tuples(st.just("grow"), st.integers(0, 3), st.integers(1, 80)),
-                          st.tuples(st.just("free"), st.integers(0, 3), st.just(0))), max_size=30))
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("grow"), st.integers(0, 3), st.integers(1, 80)),
+            st.tuples(st.just("free"), st.integers(0, 3), st.just(0)),
+        ),
+        max_size=30,
+    )
+)
 def test_a_page_is_held_by_one_request_at_a_time(steps):
     pool, held = PagePool(Interleave(2), pages=12, page_size=4), [[], [], [], []]
     for action, request, tokens in steps:

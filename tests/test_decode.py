@@ -81,10 +81,14 @@ def test_prefill_does_not_depend_on_how_a_prompt_is_cut(case):
     q, k, v = whole.new_tokens(24)
     lengths = np.array([24, 24, 24])
     expected = whole.call("prefill", q, k, v, lengths, lengths)
-    pieces = [cut.call("prefill", q[:, a : a + 8], k[:, a : a + 8], v[:, a : a + 8], [a + 8] * 3, [8] * 3, chunk=c)
-              for a, c in ((0, 1), (8, 16), (16, 1))]
-    steps = [decoded.call("attention", q[:, a : a + 3], k[:, a : a + 3], v[:, a : a + 3], [a + 3] * 3, [3] * 3)
-             for a in range(0, 24, 3)]
+    pieces = [
+        cut.call("prefill", q[:, a : a + 8], k[:, a : a + 8], v[:, a : a + 8], [a + 8] * 3, [8] * 3, chunk=c)
+        for a, c in ((0, 1), (8, 16), (16, 1))
+    ]
+    steps = [
+        decoded.call("attention", q[:, a : a + 3], k[:, a : a + 3], v[:, a : a + 3], [a + 3] * 3, [3] * 3)
+        for a in range(0, 24, 3)
+    ]
     np.testing.assert_allclose(np.concatenate(pieces, 1), expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(np.concatenate(steps, 1), expected, rtol=1e-5, atol=1e-5)
 
@@ -101,9 +105,15 @@ def test_a_gathered_chunk_is_in_token_order(layout):
     for _ in range(3):
         pages = int(rng.integers(1, 4))
         first = int(rng.integers(0, 4 - pages + 1))
-        gathered = jax.jit(jax.shard_map(
-            lambda cache, page, pages=pages: gather_chunk(cache, jnp.int32(1), page, pages, "cp"), mesh=session.mesh,
-            in_specs=(specs, P()), out_specs=P(), check_vma=False))(session.cache, jnp.int32(first))
+        gathered = jax.jit(
+            jax.shard_map(
+                lambda cache, page, pages=pages: gather_chunk(cache, jnp.int32(1), page, pages, "cp"),
+                mesh=session.mesh,
+                in_specs=(specs, P()),
+                out_specs=P(),
+                check_vma=False,
+            )
+        )(session.cache, jnp.int32(first))
         for got, sent in zip(gathered, (k, v), strict=True):
             for b, length in enumerate(lengths):
                 stop = min((first + pages) * width, length)
@@ -140,8 +150,9 @@ def test_other_mesh_axes_hold_their_own_groups():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "cp"))
     exchange = jaxcp.Exchange(mesh, "cp", max_tokens=8, heads=4, head_dim=8, dtype="float32", backend="a2a")
     config = decode.CacheConfig.gqa(layers=1, kv_heads=2, head_dim=8, dtype="float32", page_size=4)
-    cache = decode.init_cache(config, Interleave(4), pages=5, requests=4, mesh=mesh, axis_name="cp",
-                              data_axes=("data",))
+    cache = decode.init_cache(
+        config, Interleave(4), pages=5, requests=4, mesh=mesh, axis_name="cp", data_axes=("data",)
+    )
     assert cache.bytes_per_rank == 5 * 4 * config.row_bytes
     specs = cache.partition_specs("cp", ("data",))
     q, k, v = (jnp.asarray(np.random.default_rng(0).standard_normal((2 * 2 * 6, n, 8)), jnp.float32) for n in (4, 2, 2))
@@ -151,8 +162,15 @@ def test_other_mesh_axes_hold_their_own_groups():
         out, cache = decode.prefill(q, k, v, cache, lengths, exchange=exchange)
         return decode.attention(out * 0 + q, k, v, cache, lengths, exchange=exchange)[0]
 
-    out = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P("data", "cp"), P("data"), P("data"), specs),
-                                out_specs=P("data", "cp"), check_vma=False))(q, k, v, cache)
+    out = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P("data", "cp"), P("data"), P("data"), specs),
+            out_specs=P("data", "cp"),
+            check_vma=False,
+        )
+    )(q, k, v, cache)
     single = Session(Case(1, heads=4, kv_heads=2, layers=1, requests=4))
     shaped = [np.asarray(x).reshape(4, 6, *x.shape[1:]) for x in (q, k, v)]
     expected = single.call("prefill", *shaped, [6] * 4, [6] * 4, layer=0)
@@ -172,8 +190,13 @@ def trace(session, **changes):
         return decode.attention(**arrays, cache=cache, **{"exchange": session.exchange} | host)
 
     specs = cache.partition_specs("cp")
-    jax.eval_shape(jax.shard_map(call, mesh=session.mesh, in_specs=(P(), specs), out_specs=(P(None, "cp"), specs),
-                                 check_vma=False), arguments, cache)
+    jax.eval_shape(
+        jax.shard_map(
+            call, mesh=session.mesh, in_specs=(P(), specs), out_specs=(P(None, "cp"), specs), check_vma=False
+        ),
+        arguments,
+        cache,
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,9 +283,15 @@ def test_a_call_outside_its_axis_is_refused():
         decode.attention(q, k, k, session.cache, np.full(3, 4), exchange=session.exchange)
     other = jax.sharding.Mesh(jax.devices()[:4], ("cp",))
     with pytest.raises(ValueError, match="axis 'cp': got an axis of 4 ranks"):
-        jax.eval_shape(jax.shard_map(
-            lambda: decode.attention(q, k, k, session.cache, np.full(3, 4), exchange=session.exchange)[0],
-            mesh=other, in_specs=(), out_specs=P(None, "cp"), check_vma=False))
+        jax.eval_shape(
+            jax.shard_map(
+                lambda: decode.attention(q, k, k, session.cache, np.full(3, 4), exchange=session.exchange)[0],
+                mesh=other,
+                in_specs=(),
+                out_specs=P(None, "cp"),
+                check_vma=False,
+            )
+        )
 
 
 @pytest.mark.parametrize("name", ["attention", "prefill"])

@@ -40,12 +40,14 @@ def layers(session, name, query_tokens):
 
     def step(state):
         k = jnp.ones((case.requests * query_tokens, case.kv_heads, case.key_dim), case.dtype)
-        x, cache, lengths = lax.scan(functools.partial(body, k), (state.x, state.cache, state.lengths),
-                                     jnp.arange(LAYERS))[0]
+        x, cache, lengths = lax.scan(
+            functools.partial(body, k), (state.x, state.cache, state.lengths), jnp.arange(LAYERS)
+        )[0]
         return State(cache, lengths + query_tokens, x)
 
-    jitted = jax.jit(jax.shard_map(step, mesh=session.mesh, in_specs=(specs,), out_specs=specs, check_vma=False),
-                     donate_argnums=0)
+    jitted = jax.jit(
+        jax.shard_map(step, mesh=session.mesh, in_specs=(specs,), out_specs=specs, check_vma=False), donate_argnums=0
+    )
     heads = session.exchange.heads_per_rank * case.cp
     x = jnp.ones((case.requests * query_tokens, heads, case.key_dim), case.dtype)
     place = lambda x, spec: jax.device_put(x, NamedSharding(session.mesh, spec))  # noqa: E731

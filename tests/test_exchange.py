@@ -58,8 +58,11 @@ def test_the_table_covers_every_pair_of_values():
     sizes = ("cp", "heads", "dim", "tokens")
     pairs = lambda values: set(itertools.combinations(values.items(), 2))  # noqa: E731
     found = set().union(*(pairs({name: getattr(case, name) for name in FACTORS}) for case in cases.COVERING))
-    small = [dict(zip(sizes, size, strict=True)) for size in itertools.product(*(FACTORS[name] for name in sizes))
-             if np.prod(size) <= cases.MAX_ELEMENTS]
+    small = [
+        dict(zip(sizes, size, strict=True))
+        for size in itertools.product(*(FACTORS[name] for name in sizes))
+        if np.prod(size) <= cases.MAX_ELEMENTS
+    ]
     wanted = set().union(*map(pairs, small))
     for a, b in itertools.combinations(FACTORS, 2):
         if b not in sizes:

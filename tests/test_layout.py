@@ -103,8 +103,7 @@ def test_traced_and_host_agree_up_to_int32_limits(layout):
             traced = jax.jit(lambda x, f=formula, a=arguments: f(x, *a))(device)
             assert on_host.dtype == traced.dtype == np.int32
             np.testing.assert_array_equal(on_host, traced)
-        np.testing.assert_array_equal(
-            layout.global_position(layout.local_index(host), layout.owner(host)), host)
+        np.testing.assert_array_equal(layout.global_position(layout.local_index(host), layout.owner(host)), host)
 
 
 def test_traced_pages_and_slots_agree_with_the_host():

@@ -192,8 +192,10 @@ def test_partial_is_a_pytree_with_its_base():
 
 
 def test_merge_two_takes_the_base_and_dtype_of_the_first():
-    a, b = (jax.tree.map(lambda x: x[0], random_partials(1, 3, 8, base, dtype, seed))
-            for seed, (base, dtype) in enumerate([(LogBase.TWO, "bfloat16"), (LogBase.E, "float32")]))
+    a, b = (
+        jax.tree.map(lambda x: x[0], random_partials(1, 3, 8, base, dtype, seed))
+        for seed, (base, dtype) in enumerate([(LogBase.TWO, "bfloat16"), (LogBase.E, "float32")])
+    )
     merged = lse.merge_two(a, b)
     assert (merged.base, merged.o.dtype) == (LogBase.TWO, jnp.bfloat16)
     same_base = lse.with_base(b, LogBase.TWO)

@@ -46,8 +46,15 @@ def run(case: cases.Case, rank: int, **options):
     shape = (case.tokens, case.heads_per_rank)
     with interpreter.no_races():
         o, lse = lse_merge.merge_packed(
-            received(case, rank), rows=shape[0] * shape[1], dim=case.dim, dtype=case.dtype, base=case.base,
-            return_lse=True, interpret=interpreter.DETECT, **options)
+            received(case, rank),
+            rows=shape[0] * shape[1],
+            dim=case.dim,
+            dtype=case.dtype,
+            base=case.base,
+            return_lse=True,
+            interpret=interpreter.DETECT,
+            **options,
+        )
         jax.block_until_ready((o, lse))
     return np.asarray(o).reshape(*shape, case.dim), np.asarray(lse).reshape(shape)
 
@@ -103,8 +110,9 @@ def test_rows_wider_than_a_block():
 
 
 def test_without_lse():
-    o, lse = lse_merge.merge_packed(received(SMALL, 0), rows=6, dim=512, dtype="bfloat16", base=SMALL.base,
-                                    interpret=interpreter.DETECT)
+    o, lse = lse_merge.merge_packed(
+        received(SMALL, 0), rows=6, dim=512, dtype="bfloat16", base=SMALL.base, interpret=interpreter.DETECT
+    )
     assert lse is None
     np.testing.assert_array_equal(np.asarray(o).reshape(2, 3, 512), run(SMALL, 0)[0])
 
@@ -156,7 +164,8 @@ def test_tiling(sources, rows, dim, dtype, cut):
 def test_compiles_without_a_device(architecture, tmp_path):
     """All dtypes and block sizes; the exchange's schedule test covers the kernel inside shard_map."""
     shapes = [("bfloat16", 16, 512), ("float16", 8, 64), ("float32", 2, 128), ("float16", 2, 1024)]
-    hlo = deviceless.run(f"""
+    hlo = deviceless.run(
+        f"""
     from jaxcp import LogBase
     from jaxcp.exchange import packing
     from jaxcp.kernels import lse_merge
@@ -167,5 +176,8 @@ def test_compiles_without_a_device(architecture, tmp_path):
         return compiled(merge, mesh(x=1), (P(),), P(), ((8, words), "uint32"))
 
     answer([program(*shape) for shape in {shapes}])
-    """, tmp_path, architecture)
+    """,
+        tmp_path,
+        architecture,
+    )
     assert [deviceless.pallas_kernels(text) for text in hlo] == [[lse_merge.NAME]] * len(shapes)

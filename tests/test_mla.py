@@ -22,27 +22,39 @@ class Layer:
 
     def __init__(self, config, weights, cp, *, dtype, capacity=48, page_size=4, backend="a2a"):
         self.config, self.dtype, self.mesh = config, dtype, make_mesh(cp)
-        self.exchange = jaxcp.Exchange(self.mesh, "cp", max_tokens=16, heads=config.heads, head_dim=config.latent_dim,
-                                       dtype=dtype, backend=backend)
+        self.exchange = jaxcp.Exchange(
+            self.mesh, "cp", max_tokens=16, heads=config.heads, head_dim=config.latent_dim, dtype=dtype, backend=backend
+        )
         pages = 1 + 2 * -(-capacity // (page_size * cp))
-        self.cache = decode.init_cache(config.cache(2, dtype, page_size), Interleave(cp), pages=pages, requests=2,
-                                       mesh=self.mesh, axis_name="cp")
+        self.cache = decode.init_cache(
+            config.cache(2, dtype, page_size), Interleave(cp), pages=pages, requests=2, mesh=self.mesh, axis_name="cp"
+        )
         self.weights = mla.padded(weights, cp)
 
     @functools.cache  # noqa: B019
     def step(self, prefill):
         specs = self.cache.partition_specs("cp")
         call = functools.partial(mla.layer, config=self.config, exchange=self.exchange, prefill=prefill)
-        return jax.jit(jax.shard_map(
-            lambda w, x, cache, lengths, counts: call(w, x, cache, lengths, index=1, counts=counts), mesh=self.mesh,
-            in_specs=(mla.partition_specs(self.config, "cp"), P(), specs, P(), P()), out_specs=(P(), specs),
-            check_vma=False), donate_argnums=2)
+        return jax.jit(
+            jax.shard_map(
+                lambda w, x, cache, lengths, counts: call(w, x, cache, lengths, index=1, counts=counts),
+                mesh=self.mesh,
+                in_specs=(mla.partition_specs(self.config, "cp"), P(), specs, P(), P()),
+                out_specs=(P(), specs),
+                check_vma=False,
+            ),
+            donate_argnums=2,
+        )
 
     def __call__(self, x, lengths, counts, prefill=False):
         """x [requests, query_tokens, width] -> the same shape."""
         y, self.cache = self.step(prefill)(
-            self.weights, jnp.asarray(x.reshape(-1, x.shape[2]), self.dtype), self.cache,
-            jnp.asarray(lengths, jnp.int32), jnp.asarray(counts, jnp.int32))
+            self.weights,
+            jnp.asarray(x.reshape(-1, x.shape[2]), self.dtype),
+            self.cache,
+            jnp.asarray(lengths, jnp.int32),
+            jnp.asarray(counts, jnp.int32),
+        )
         return np.asarray(y, np.float64).reshape(x.shape)
 
 

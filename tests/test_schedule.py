@@ -23,13 +23,17 @@ def program(backend, heads=128, tokens=32, dtype="bfloat16", return_lse=False, *
 @pytest.fixture(scope="module")
 def schedules(tmp_path_factory):
     """HLO of the exchange for each backend and a few variations, from one process."""
-    return deviceless.run(EXCHANGE + """
+    return deviceless.run(
+        EXCHANGE
+        + """
 programs = {name: program(name, cp=8) for name in ("a2a", "ag_rs", "allgather")}
 programs["a2a lse"] = program("a2a", return_lse=True, cp=8)
 programs["a2a odd heads"] = program("a2a", heads=9, cp=4)
 programs["a2a data"] = program("a2a", data=2, cp=4)
 answer(programs)
-""", tmp_path_factory.mktemp("schedules"))
+""",
+        tmp_path_factory.mktemp("schedules"),
+    )
 
 
 @pytest.mark.parametrize("variant", ["a2a", "a2a lse", "a2a odd heads", "a2a data"])
@@ -42,7 +46,10 @@ def test_a2a_is_one_all_to_all_and_the_kernel(schedules, variant):
 def test_nothing_lies_between_the_all_to_all_and_the_merge(schedules):
     """The received buffer is merged in place: one kernel packs, none unpacks."""
     assert deviceless.operations(schedules["a2a"], "fusion", "copy", "all-to-all", "custom-call") == [
-        "fusion", "all-to-all", "custom-call"]
+        "fusion",
+        "all-to-all",
+        "custom-call",
+    ]
 
 
 def test_ag_rs_is_one_all_gather_and_one_reduce_scatter(schedules):

@@ -32,8 +32,15 @@ def test_groups_agree_with_shard_map():
     """A rank's place in its group is its axis index, also where the mesh permutes the devices."""
     devices = np.array(jax.devices())[[3, 1, 7, 5, 0, 2, 6, 4]].reshape(4, 2)
     mesh = Mesh(devices, ("cp", "data"))
-    where = jax.jit(jax.shard_map(lambda: jax.lax.axis_index("cp")[None, None], mesh=mesh, in_specs=(),
-                                  out_specs=jax.P("cp", "data"), check_vma=False))()
+    where = jax.jit(
+        jax.shard_map(
+            lambda: jax.lax.axis_index("cp")[None, None],
+            mesh=mesh,
+            in_specs=(),
+            out_specs=jax.P("cp", "data"),
+            check_vma=False,
+        )
+    )()
     by_device = {shard.device: int(shard.data[0, 0]) for shard in where.addressable_shards}
     for group in Topology.of(mesh, "cp").groups:
         assert [by_device[device] for device in group] == [0, 1, 2, 3]
@@ -63,11 +70,14 @@ def test_abstract_mesh_may_name_its_device():
 
 @deviceless.requires_plugin
 def test_compile_only_mesh(tmp_path):
-    facts = deviceless.run("""
+    facts = deviceless.run(
+        """
     from jaxcp.topology import Topology
     t = Topology.of(mesh(data=2, cp=4), "cp")
     answer([t.size, len(t.groups), t.platform, t.device_kind, t.compute_capability, t.runnable, t.one_process])
-    """, tmp_path)
+    """,
+        tmp_path,
+    )
     assert facts == [4, 2, "gpu", "NVIDIA H200", [9, 0], False, True]
 
 

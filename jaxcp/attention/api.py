@@ -59,9 +59,20 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 def attention(
-    q: Array, k_pages: Array, v_pages: Array | None, page_table: Ints, lengths: Ints,
-    *, layer: Any, layout: Interleave, rank: Any, scale: float, base: LogBase,
-    counts: Ints | None = None, value_dim: int | None = None, implementation: str = "auto",
+    q: Array,
+    k_pages: Array,
+    v_pages: Array | None,
+    page_table: Ints,
+    lengths: Ints,
+    *,
+    layer: Any,
+    layout: Interleave,
+    rank: Any,
+    scale: float,
+    base: LogBase,
+    counts: Ints | None = None,
+    value_dim: int | None = None,
+    implementation: str = "auto",
 ) -> Partial:
     """Attention of the newest tokens of each request over the keys that `rank` owns, all heads of the group.
 
@@ -102,15 +113,27 @@ def attention(
     visible = _visible(lengths, counts, problem.query_tokens, layout, rank)
     visible = jnp.minimum(visible, allocated[:, None] * problem.page_size)
     return choose(problem, implementation).run(
-        q, k_pages, v_pages, table, visible, layer=layer_index(layer, k_pages.shape[0]), value_dim=problem.value_dim,
-        scale=float(scale), base=base)
+        q,
+        k_pages,
+        v_pages,
+        table,
+        visible,
+        layer=layer_index(layer, k_pages.shape[0]),
+        value_dim=problem.value_dim,
+        scale=float(scale),
+        base=base,
+    )
 
 
 def choose(problem: Problem, name: str = "auto") -> Implementation:
     """The implementation called `name`, or the best one that can serve `problem`."""
     if name != "auto" and name not in IMPLEMENTATIONS:
-        raise invalid("implementation", repr(name), f"'auto' or one of {sorted(IMPLEMENTATIONS)}",
-                      "'auto' takes the best that works.")
+        raise invalid(
+            "implementation",
+            repr(name),
+            f"'auto' or one of {sorted(IMPLEMENTATIONS)}",
+            "'auto' takes the best that works.",
+        )
     if name != "auto":
         if reason := IMPLEMENTATIONS[name].blocker(problem):
             raise BackendError(f"implementation={name!r} cannot serve this call: {reason}. Use 'auto' to take another.")
@@ -137,32 +160,52 @@ def _problem(q, k_pages, v_pages, page_table, lengths, counts, value_dim) -> Pro
     axes("q", q, QUERY_DTYPES, "tokens", "heads", "key_dim")
     axes("k_pages", k_pages, PAGE_DTYPES, "layers", "pages", "page_size", "kv_heads", "key_dim")
     if q.shape[2] != k_pages.shape[4]:
-        raise invalid("q.shape", q.shape, f"[tokens, heads, key_dim={k_pages.shape[4]}]",
-                      "Queries and keys share a width.")
+        raise invalid(
+            "q.shape", q.shape, f"[tokens, heads, key_dim={k_pages.shape[4]}]", "Queries and keys share a width."
+        )
     if v_pages is None:
         width = -1 if value_dim is None else int(value_dim)
         if not 0 < width <= k_pages.shape[4]:
-            raise invalid("value_dim", value_dim, f"an integer in [1, key_dim={k_pages.shape[4]}]",
-                          "Without v_pages a value is the head of its key row; say how wide it is.")
+            raise invalid(
+                "value_dim",
+                value_dim,
+                f"an integer in [1, key_dim={k_pages.shape[4]}]",
+                "Without v_pages a value is the head of its key row; say how wide it is.",
+            )
     else:
         axes("v_pages", v_pages, PAGE_DTYPES, "layers", "pages", "page_size", "kv_heads", "value_dim")
         if v_pages.shape[:4] != k_pages.shape[:4] or value_dim not in (None, v_pages.shape[4]):
-            raise invalid("v_pages.shape", v_pages.shape, f"{(*k_pages.shape[:4], value_dim or 'value_dim')}",
-                          "Keys and values are paged alike.")
+            raise invalid(
+                "v_pages.shape",
+                v_pages.shape,
+                f"{(*k_pages.shape[:4], value_dim or 'value_dim')}",
+                "Keys and values are paged alike.",
+            )
         width = v_pages.shape[4]
     requests = request_ints("lengths", lengths, None).shape[0]
     if counts is not None:
         request_ints("counts", counts, requests)
     if np.ndim(page_table) != 2 or np.shape(page_table)[0] != requests:
-        raise invalid("page_table.shape", np.shape(page_table), f"[requests={requests}, table]",
-                      "Give one row per request.")
+        raise invalid(
+            "page_table.shape", np.shape(page_table), f"[requests={requests}, table]", "Give one row per request."
+        )
     kv_heads = k_pages.shape[3]
     if not kv_heads or q.shape[1] % kv_heads:
-        raise invalid("q.shape", q.shape, f"heads divisible by kv_heads = {kv_heads}",
-                      "Every KV head serves as many query heads.")
+        raise invalid(
+            "q.shape", q.shape, f"heads divisible by kv_heads = {kv_heads}", "Every KV head serves as many query heads."
+        )
     return Problem(
-        q.dtype, k_pages.dtype, requests, query_tokens(q.shape[0], requests), q.shape[1], kv_heads, q.shape[2],
-        width, v_pages is None, k_pages.shape[2])
+        q.dtype,
+        k_pages.dtype,
+        requests,
+        query_tokens(q.shape[0], requests),
+        q.shape[1],
+        kv_heads,
+        q.shape[2],
+        width,
+        v_pages is None,
+        k_pages.shape[2],
+    )
 
 
 def _visible(lengths: Ints, counts: Ints | None, k: int, layout: Interleave, rank: Any) -> Array:

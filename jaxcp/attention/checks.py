@@ -24,8 +24,12 @@ def request_ints(name: str, value: Ints, requests: int | None, high: int | None 
     """`value` as int32 [requests] on the device; shape and dtype are checked, and the values of host integers too."""
     shape, dtype = np.shape(value), value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
     if len(shape) != 1 or (requests is not None and shape[0] != requests):
-        raise invalid(f"{name}.shape", shape, f"[requests{'' if requests is None else f'={requests}'}]",
-                      f"Give one {name.removesuffix('s')} per request.")
+        raise invalid(
+            f"{name}.shape",
+            shape,
+            f"[requests{'' if requests is None else f'={requests}'}]",
+            f"Give one {name.removesuffix('s')} per request.",
+        )
     if not np.issubdtype(dtype, np.integer):
         raise invalid(f"{name}.dtype", dtype, "int32", f"{name} are token counts.", TypeError)
     if not isinstance(value, jax.Array):
@@ -33,23 +37,35 @@ def request_ints(name: str, value: Ints, requests: int | None, high: int | None 
         limit = INT32_MAX if high is None else high
         outside = (host < 0) | (host > limit)
         if outside.any():
-            raise invalid(name, host[outside][0], f"0 <= {name} <= {limit}",
-                          f"Request {np.flatnonzero(outside)[0]} does not fit; allocate more pages or shorten it.")
+            raise invalid(
+                name,
+                host[outside][0],
+                f"0 <= {name} <= {limit}",
+                f"Request {np.flatnonzero(outside)[0]} does not fit; allocate more pages or shorten it.",
+            )
     return jnp.asarray(value, jnp.int32)
 
 
 def query_tokens(tokens: int, requests: int) -> int:
     """Query tokens per request, or the error that says the batch is not rectangular."""
     if tokens % max(requests, 1) or (tokens and not requests):
-        raise invalid("q.shape", f"{tokens} tokens for {requests} requests", "tokens = requests * query_tokens",
-                      "Pad every request to the same number of query tokens and say in `counts` how many are real.")
+        raise invalid(
+            "q.shape",
+            f"{tokens} tokens for {requests} requests",
+            "tokens = requests * query_tokens",
+            "Pad every request to the same number of query tokens and say in `counts` how many are real.",
+        )
     return tokens // max(requests, 1)
 
 
 def axes(name: str, x: Any, dtypes: tuple[str, ...], *names: str) -> None:
     """Raises unless `x` is an array with one axis per name and one of `dtypes`."""
     if getattr(x, "ndim", None) != len(names):
-        raise invalid(f"{name}.shape", getattr(x, "shape", type(x).__name__), f"[{', '.join(names)}]",
-                      "Give an array with these axes.")
+        raise invalid(
+            f"{name}.shape",
+            getattr(x, "shape", type(x).__name__),
+            f"[{', '.join(names)}]",
+            "Give an array with these axes.",
+        )
     if jnp.dtype(x.dtype).name not in dtypes:
         raise invalid(f"{name}.dtype", x.dtype, " or ".join(dtypes), "Cast it.", TypeError)

@@ -57,7 +57,9 @@ def attend(
     k: Float[Array, "requests keys kv_heads key_dim"],
     v: Float[Array, "requests keys kv_heads value_dim"],
     bound: Int[Array, "requests rows"],
-    *, scale: float, base: LogBase,
+    *,
+    scale: float,
+    base: LogBase,
 ) -> Partial:
     """Attention of every row over the first `bound` keys of the block; o and lse in the accumulation dtype.
 
@@ -88,7 +90,11 @@ def attend_blocks(
     q: Float[Array, "requests kv_heads rows key_dim"],
     read: Blocks,
     bound: Int[Array, "requests rows"],
-    *, keys: int, value_dim: int, scale: float, base: LogBase,
+    *,
+    keys: int,
+    value_dim: int,
+    scale: float,
+    base: LogBase,
 ) -> Partial:
     """Attention of every row over its first `bound` keys, read block by block.
 
@@ -114,7 +120,9 @@ def attend_rows(
     k: Float[Array, "requests keys kv_heads key_dim"],
     v: Float[Array, "requests keys kv_heads value_dim"],
     bound: Int[Array, "requests rows"],
-    *, scale: float, base: LogBase,
+    *,
+    scale: float,
+    base: LogBase,
 ) -> Partial:
     """`start` merged with the attention over the first `bound` of the keys given, in blocks of bounded score memory."""
     keys = min(block_keys(q.shape[0] * q.shape[1] * q.shape[2], 1), k.shape[1])

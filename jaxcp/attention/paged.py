@@ -21,7 +21,11 @@ def paged_attention(
     v_pages: Shaped[Array, "layers pages page_size kv_heads value_dim"] | None,
     page_table: Int[Array, "requests table"],
     visible: Int[Array, "requests query_tokens"],
-    *, layer: Array, value_dim: int, scale: float, base: LogBase,
+    *,
+    layer: Array,
+    value_dim: int,
+    scale: float,
+    base: LogBase,
 ) -> Partial:
     """Attention of each token over the first `visible` keys of its request's pages. Arguments are those of `attention`.
 

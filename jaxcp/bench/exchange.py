@@ -90,9 +90,17 @@ def _fusable_merge(o: jax.Array, lse: jax.Array, base: LogBase) -> jax.Array:
 
 
 def run(
-    *, sources: Iterable[int] = (2, 4, 8), tokens: Iterable[int] = TOKENS, large: bool = True, heads: int = 16,
-    dim: int = 512, dtype: str = "bfloat16", base: LogBase = LogBase.TWO, repeat: int = 50,
-    output: str | os.PathLike[str] | None = None, console: Console | None = None,
+    *,
+    sources: Iterable[int] = (2, 4, 8),
+    tokens: Iterable[int] = TOKENS,
+    large: bool = True,
+    heads: int = 16,
+    dim: int = 512,
+    dtype: str = "bfloat16",
+    base: LogBase = LogBase.TWO,
+    repeat: int = 50,
+    output: str | os.PathLike[str] | None = None,
+    console: Console | None = None,
 ) -> dict[str, Any]:
     """Measures the merge for every number of sources and tokens; returns the record that `output` also gets.
 
@@ -114,13 +122,18 @@ def run(
       JaxcpError: a result is wrong.
     """
     positive_int("repeat", repeat)
-    shapes = [Shape(c, t, heads, dim, dtype, base)
-              for c in sources for t in [*tokens, *([LARGE[c]] if large and c in LARGE else [])]]
+    shapes = [
+        Shape(c, t, heads, dim, dtype, base)
+        for c in sources
+        for t in [*tokens, *([LARGE[c]] if large and c in LARGE else [])]
+    ]
     rate, shortest = _measure.copy_rate(), _measure.shortest_kernel_us()
     implementations = [shape.implementations() for shape in shapes]
     times = iter(_measure.device_times([p for programs in implementations for p in programs.values()], repeat=repeat))
-    rows = [_row(shape, {name: next(times) for name in programs}, rate)
-            for shape, programs in zip(shapes, implementations, strict=True)]
+    rows = [
+        _row(shape, {name: next(times) for name in programs}, rate)
+        for shape, programs in zip(shapes, implementations, strict=True)
+    ]
     figures = {"benchmark": "lse_merge", "heads": heads, "dim": dim, "dtype": dtype, "base": base.value,
                "copy_rate_tb_s": rate / 1e12, "shortest_kernel_us": shortest, "rows": rows}  # fmt: skip
     recorded = _measure.record(figures)
@@ -160,7 +173,7 @@ def _pack(o: jax.Array, lse: jax.Array) -> jax.Array:
 def _check(shape: Shape, name: str, merged: jax.Array, sample: int = 256) -> None:
     """First and last rows against a merge in float64: two units of the dtype at the largest value."""
     o, lse = shape.partials()
-    rows = np.unique(np.r_[:min(sample, shape.rows), max(0, shape.rows - sample):shape.rows])
+    rows = np.unique(np.r_[: min(sample, shape.rows), max(0, shape.rows - sample) : shape.rows])
     with jax.enable_x64(True):
         exact_o, exact_lse = (jnp.asarray(np.asarray(x[:, rows], np.float64)) for x in (o, lse))
         want = np.asarray(lse_lib.merge(Partial(exact_o, exact_lse, shape.base)).o)
@@ -173,14 +186,35 @@ def _check(shape: Shape, name: str, merged: jax.Array, sample: int = 256) -> Non
 def table(recorded: dict[str, Any]) -> Table:
     """The record as a table for people."""
     environment = recorded["environment"]
-    out = Table(title=f"lse_merge on {environment['device_kind']}, jax {environment['versions']['jax']}, "
-                      f"copy rate {recorded['copy_rate_tb_s']:.2f} TB/s, "
-                      f"shortest kernel {recorded['shortest_kernel_us']:.2f} us")
-    for heading in ("sources", "tokens", "MB", "packed us", "separate us", "best XLA us", "its kernels",
-                    "XLA packed us", "packed / XLA", "of copy rate"):
+    out = Table(
+        title=f"lse_merge on {environment['device_kind']}, jax {environment['versions']['jax']}, "
+        f"copy rate {recorded['copy_rate_tb_s']:.2f} TB/s, "
+        f"shortest kernel {recorded['shortest_kernel_us']:.2f} us"
+    )
+    for heading in (
+        "sources",
+        "tokens",
+        "MB",
+        "packed us",
+        "separate us",
+        "best XLA us",
+        "its kernels",
+        "XLA packed us",
+        "packed / XLA",
+        "of copy rate",
+    ):
         out.add_column(heading, justify="right")
     for row in recorded["rows"]:
-        out.add_row(str(row["sources"]), str(row["tokens"]), f"{row['bytes'] / 1e6:.2f}", f"{row['packed_us']:.2f}",
-                    f"{row['separate_us']:.2f}", f"{row['xla_best_us']:.2f}", f"{row['xla_best_kernels']:g}",
-                    f"{row['xla_packed_us']:.2f}", f"{row['ratio_to_xla']:.2f}", f"{row['of_copy_rate']:.0%}")
+        out.add_row(
+            str(row["sources"]),
+            str(row["tokens"]),
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{row['packed_us']:.2f}",
+            f"{row['separate_us']:.2f}",
+            f"{row['xla_best_us']:.2f}",
+            f"{row['xla_best_kernels']:g}",
+            f"{row['xla_packed_us']:.2f}",
+            f"{row['ratio_to_xla']:.2f}",
+            f"{row['of_copy_rate']:.0%}",
+        )
     return out

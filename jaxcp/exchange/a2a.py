@@ -89,5 +89,6 @@ def _merge_xla(received: Array, rows: int, spec: ExchangeSpec, base: LogBase, re
 def _merge_pallas(received: Array, rows: int, spec: ExchangeSpec, base: LogBase, return_lse: bool):
     from jaxcp.kernels import lse_merge
 
-    return lse_merge.merge_packed(received, rows=rows, dim=spec.head_dim, dtype=spec.dtype, base=base,
-                                  return_lse=return_lse)
+    return lse_merge.merge_packed(
+        received, rows=rows, dim=spec.head_dim, dtype=spec.dtype, base=base, return_lse=return_lse
+    )

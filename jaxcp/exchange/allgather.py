@@ -26,8 +26,11 @@ class Engine(CollectiveEngine):
         partial = pad_heads(partial, spec)
         everyone = Partial(lax.all_gather(partial.o, axis), lax.all_gather(partial.lse, axis), partial.base)
         start = lax.axis_index(axis) * spec.heads_per_rank
-        mine = Partial(lax.dynamic_slice_in_dim(everyone.o, start, spec.heads_per_rank, axis=2),
-                       lax.dynamic_slice_in_dim(everyone.lse, start, spec.heads_per_rank, axis=2), partial.base)
+        mine = Partial(
+            lax.dynamic_slice_in_dim(everyone.o, start, spec.heads_per_rank, axis=2),
+            lax.dynamic_slice_in_dim(everyone.lse, start, spec.heads_per_rank, axis=2),
+            partial.base,
+        )
         merged = lse_lib.merge(mine)
         return merged.o, merged.lse if return_lse else None
 

@@ -40,8 +40,16 @@ class Exchange:
     """
 
     def __init__(
-        self, mesh: Mesh | AbstractMesh, axis_name: str, *, max_tokens: int, heads: int, head_dim: int,
-        dtype: Any = "bfloat16", backend: str = "auto", timeout_s: float = 30.0,
+        self,
+        mesh: Mesh | AbstractMesh,
+        axis_name: str,
+        *,
+        max_tokens: int,
+        heads: int,
+        head_dim: int,
+        dtype: Any = "bfloat16",
+        backend: str = "auto",
+        timeout_s: float = 30.0,
     ):
         """Resolves the backend and sets it up; collective over all processes of the mesh.
 
@@ -136,8 +144,10 @@ class Exchange:
 
         @call.def_vmap
         def fold(size, in_batched, o, lse, token):
-            o, lse = (x if batched else jnp.broadcast_to(x, (size, *x.shape))
-                      for x, batched in zip((o, lse), in_batched, strict=False))
+            o, lse = (
+                x if batched else jnp.broadcast_to(x, (size, *x.shape))
+                for x, batched in zip((o, lse), in_batched, strict=False)
+            )
             out, token = call(o.reshape(-1, *o.shape[2:]), lse.reshape(-1, *lse.shape[2:]), token)
             out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
             return (out, token), (jax.tree.map(lambda x: True, out), False)
@@ -159,22 +169,38 @@ class Exchange:
 
     def _check_shape(self, partial: Partial) -> None:
         if partial.o.shape[1:] != (self.heads, self.head_dim):
-            raise invalid("partial.o.shape", partial.o.shape, f"[tokens, heads={self.heads}, dim={self.head_dim}]",
-                          "Heads and dim are declared when the Exchange is built; only tokens may vary.")
+            raise invalid(
+                "partial.o.shape",
+                partial.o.shape,
+                f"[tokens, heads={self.heads}, dim={self.head_dim}]",
+                "Heads and dim are declared when the Exchange is built; only tokens may vary.",
+            )
         if partial.o.dtype != self.dtype:
-            raise invalid("partial.o.dtype", partial.o.dtype, f"{self.dtype}, as declared",
-                          "Cast, or build the Exchange with this dtype.", TypeError)
+            raise invalid(
+                "partial.o.dtype",
+                partial.o.dtype,
+                f"{self.dtype}, as declared",
+                "Cast, or build the Exchange with this dtype.",
+                TypeError,
+            )
 
     def _check_axis(self) -> None:
         try:
             size = lax.axis_size(self.axis_name)
         except NameError:
-            raise invalid("exchange", f"a call outside the axis {self.axis_name!r}",
-                          f"a call inside jax.shard_map over {self.axis_name!r}",
-                          "Wrap the step in jax.shard_map with the Exchange's mesh.") from None
+            raise invalid(
+                "exchange",
+                f"a call outside the axis {self.axis_name!r}",
+                f"a call inside jax.shard_map over {self.axis_name!r}",
+                "Wrap the step in jax.shard_map with the Exchange's mesh.",
+            ) from None
         if size != self.cp:
-            raise invalid("exchange", f"an axis {self.axis_name!r} of {size} ranks", f"{self.cp} ranks, as in its mesh",
-                          "Use the mesh that the Exchange was built with.")
+            raise invalid(
+                "exchange",
+                f"an axis {self.axis_name!r} of {size} ranks",
+                f"{self.cp} ranks, as in its mesh",
+                "Use the mesh that the Exchange was built with.",
+            )
 
 
 def _without_derivative(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +209,9 @@ def _without_derivative(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @guarded.defjvp
     def refuse(primals, tangents):
-        raise NotImplementedError("exchange: it has no derivative, because it serves inference. Put "
-                                  "jax.lax.stop_gradient around its inputs, or merge gathered partials with lse.merge.")
+        raise NotImplementedError(
+            "exchange: it has no derivative, because it serves inference. Put "
+            "jax.lax.stop_gradient around its inputs, or merge gathered partials with lse.merge."
+        )
 
     return guarded

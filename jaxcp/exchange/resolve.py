@@ -51,13 +51,21 @@ class Resolution:
 
     def __str__(self) -> str:
         width = max(map(len, self.blockers))
-        rows = [f"{'*' if name == self.chosen else ' '} {name:<{width}}  {why or 'usable'}"
-                for name, why in self.blockers.items()]
+        rows = [
+            f"{'*' if name == self.chosen else ' '} {name:<{width}}  {why or 'usable'}"
+            for name, why in self.blockers.items()
+        ]
         return "\n".join([str(self.topology), *rows, f"chosen: {self.chosen} ({self.reason})"])
 
 
 def explain(
-    mesh: Mesh | AbstractMesh, axis_name: str, *, heads: int, head_dim: int, dtype: Any, max_tokens: int = 128,
+    mesh: Mesh | AbstractMesh,
+    axis_name: str,
+    *,
+    heads: int,
+    head_dim: int,
+    dtype: Any,
+    max_tokens: int = 128,
     backend: str = "auto",
 ) -> Resolution:
     """Every backend's blocker for an exchange over `axis_name`, and the one that `backend` resolves to.
@@ -88,8 +96,10 @@ def resolve(topology: Topology, spec: ExchangeSpec, backend: str) -> Resolution:
     if backend == "auto":
         return _automatic(topology, spec, blockers)
     if why := blockers[backend]:
-        raise BackendError(f"backend={backend!r} cannot be used on {topology}: {why}. "
-                           f"Usable here: {', '.join(n for n in BACKENDS if not blockers[n])}.")
+        raise BackendError(
+            f"backend={backend!r} cannot be used on {topology}: {why}. "
+            f"Usable here: {', '.join(n for n in BACKENDS if not blockers[n])}."
+        )
     return Resolution(backend, "asked for by name", blockers, topology, spec)
 
 

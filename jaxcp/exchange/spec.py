@@ -41,8 +41,13 @@ class ExchangeSpec:
           TypeError: unknown dtype.
           ValueError: a count that is not a positive integer.
         """
-        return cls(topology.size, positive_int("heads", heads), positive_int("head_dim", head_dim), _dtype(dtype),
-                   positive_int("max_tokens", max_tokens))
+        return cls(
+            topology.size,
+            positive_int("heads", heads),
+            positive_int("head_dim", head_dim),
+            _dtype(dtype),
+            positive_int("max_tokens", max_tokens),
+        )
 
     @property
     def heads_per_rank(self) -> int:

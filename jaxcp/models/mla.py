@@ -59,7 +59,8 @@ class MLAConfig:
     def cache(self, layers: int, dtype: Any = "bfloat16", page_size: int = 16) -> decode.CacheConfig:
         """The cache of `layers` such layers."""
         return decode.CacheConfig.mla(
-            layers=layers, latent_dim=self.latent_dim, rope_dim=self.rope_dim, dtype=dtype, page_size=page_size)
+            layers=layers, latent_dim=self.latent_dim, rope_dim=self.rope_dim, dtype=dtype, page_size=page_size
+        )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each weight; inputs first, except where an axis of heads leads."""
@@ -86,8 +87,12 @@ def random_weights(config: MLAConfig, key: Array, dtype: Any = "bfloat16") -> We
     """Weights of unit gain: normal with variance 1 / inputs, norms 1."""
     shapes = config.shapes()
     keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
-    return {name: jnp.ones(shape, dtype) if len(shape) == 1
-            else jax.random.normal(keys[name], shape, dtype) * shape[-2] ** -0.5 for name, shape in shapes.items()}
+    return {
+        name: jnp.ones(shape, dtype)
+        if len(shape) == 1
+        else jax.random.normal(keys[name], shape, dtype) * shape[-2] ** -0.5
+        for name, shape in shapes.items()
+    }
 
 
 def padded(weights: Weights, cp: int) -> Weights:
@@ -106,8 +111,15 @@ def partition_specs(config: MLAConfig, axis_name: str) -> dict[str, P]:
 
 
 def layer(
-    weights: Weights, x: Float[Array, "tokens width"], cache: decode.Cache, lengths: Int[Array, "requests"],
-    *, config: MLAConfig, exchange: Exchange, index: Any = 0, counts: Int[Array, "requests"] | None = None,
+    weights: Weights,
+    x: Float[Array, "tokens width"],
+    cache: decode.Cache,
+    lengths: Int[Array, "requests"],
+    *,
+    config: MLAConfig,
+    exchange: Exchange,
+    index: Any = 0,
+    counts: Int[Array, "requests"] | None = None,
     prefill: bool = False,
 ) -> tuple[Float[Array, "tokens width"], decode.Cache]:
     """One layer over the new tokens of every request, absorbed; in shard_map over the exchange's axis.
@@ -127,8 +139,9 @@ def layer(
     nope, turned, latent, key_rope = _project(weights, x, positions, config)
     q = jnp.concatenate([_einsum("thn,hln->thl", nope, weights["up_key"]), turned], axis=-1)
     attend = decode.prefill if prefill else decode.attention
-    o, cache = attend(q, latent, key_rope, cache, lengths, exchange=exchange, layer=index, counts=counts,
-                      scale=config.scale)
+    o, cache = attend(
+        q, latent, key_rope, cache, lengths, exchange=exchange, layer=index, counts=counts, scale=config.scale
+    )
     o = _einsum("thl,hlv->thv", o, weights["up_value"])
     x = x + lax.psum(_einsum("thv,hvw->tw", o, weights["output"]), exchange.axis_name)
     return x + lax.psum(_ffn(weights, x, config), exchange.axis_name), cache
