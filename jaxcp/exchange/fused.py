@@ -19,7 +19,7 @@ from jaxcp import native, varying
 from jaxcp.errors import BuildError
 from jaxcp.exchange import order
 from jaxcp.exchange.spec import ExchangeSpec
-from jaxcp.exchange.workspace import Workspace, hosts_of
+from jaxcp.exchange.workspace import Workspace, absent_processes, hosts_of
 from jaxcp.lse import LogBase, Partial
 from jaxcp.native import compiler
 from jaxcp.native.library import register_compile_only
@@ -33,8 +33,6 @@ MAX_SOURCE_BYTES = 1 << 32
 DTYPES = ("bfloat16", "float16", "float32")
 BASES = {LogBase.TWO: 0, LogBase.E: 1}
 TARGET = "jaxcp_fused"
-
-_sites = itertools.count()
 
 
 def blocker(topology: Topology, spec: ExchangeSpec) -> str | None:
@@ -50,6 +48,8 @@ def placement_blocker(topology: Topology, spec: ExchangeSpec) -> str | None:
         return f"it needs compute capability 9.0 or newer, not {'.'.join(map(str, topology.compute_capability))}"
     if spec.cp > MAX_RANKS:
         return f"{spec.cp} ranks exceed its {MAX_RANKS}"
+    if topology.runnable and (why := absent_processes(topology)):
+        return why
     if (hosts := hosts_of(topology)) > 1:
         return f"a group's devices are on {hosts} hosts; mapping another host's memory (fabric handles) is not built"
     return None
@@ -73,10 +73,11 @@ def shape_blocker(spec: ExchangeSpec) -> str | None:
 
 def build_blocker(topology: Topology) -> str | None:
     """What stands against building the library; nothing where programs are only compiled for GPUs."""
-    if topology.platform != "gpu" or not topology.runnable:
+    if not topology.runnable:
         return None
+    find = compiler.nvcc if topology.platform == "gpu" else compiler.cxx
     try:
-        compiler.nvcc()
+        find()
     except BuildError as error:
         return f"its library cannot be built: {error}"
     return None
@@ -86,7 +87,7 @@ class Engine:
     """The fused kernel over a workspace of its own. On a compile-only mesh: the program without a workspace."""
 
     def __init__(self, topology: Topology, spec: ExchangeSpec, timeout_s: float):
-        self.spec, self.workspace = spec, None
+        self.spec, self.workspace, self.sites = spec, None, itertools.count()
         if spec.cp == 1:
             return
         if topology.runnable:
@@ -104,7 +105,7 @@ class Engine:
         rows = (partial.o.shape[0], self.spec.heads_per_rank)
         results = [((*rows, self.spec.head_dim), partial.o.dtype), (rows, jnp.float32)][: 1 + return_lse]
         number = self.workspace.number if self.workspace else -1
-        merged = custom_call(TARGET, results, (partial.o, partial.lse), number, partial.base)
+        merged = custom_call(TARGET, results, (partial.o, partial.lse), number, next(self.sites), partial.base)
         return merged[0], merged[1] if return_lse else None
 
     def check(self) -> None:
@@ -131,7 +132,8 @@ class Engine:
 
 
 def custom_call(
-    target: str, results: list[tuple[tuple[int, ...], Any]], operands: tuple[Array, Array], number: int, base: LogBase
+    target: str, results: list[tuple[tuple[int, ...], Any]], operands: tuple[Array, Array], number: int, site: int,
+    base: LogBase,
 ) -> tuple[Array, ...]:
     """Results of one call of `target`, in the program's order of exchanges.
 
@@ -144,11 +146,13 @@ def custom_call(
       results: (shape, dtype) of the arrays it makes, without the token.
       operands: o and lse.
       number: of the exchange in this process; -1 for a program that is only compiled.
+      site: of the call among those of the exchange. Counted per exchange: processes that traced other things besides
+        must get the same program.
       base: of lse.
     """
     first, *others = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results)
     call = jax.ffi.ffi_call(target, [first, jax.ShapeDtypeStruct((1,), jnp.uint32), *others])
-    attributes = {"exchange": np.int64(number), "site": np.int64(next(_sites)), "base": np.int64(BASES[base])}
+    attributes = {"exchange": np.int64(number), "site": np.int64(site), "base": np.int64(BASES[base])}
     # Barriers: XLA:GPU fuses a call with slices of its operands or results, after which jax 0.11's runs the call twice.
     operands = lax.optimization_barrier(operands)
     first, token, *others = call(*operands, order.current(), **attributes)
