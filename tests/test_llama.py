@@ -64,7 +64,7 @@ def test_greedy_equals_the_dense_forward(cp, speculate):
 
 @pytest.mark.parametrize("backend", ["ag_rs", "allgather", "fused"])
 def test_every_backend_gives_the_same(backend):
-    if backend not in usable(runtime(3)):
+    if jax.default_backend() != "cpu" and backend not in usable(runtime(3)):  # on CPU all are
         pytest.skip(f"{backend} is not usable here")
     assert_expected(generate(decoder(3, backend), PROMPTS, max_new=MAX_NEW))
 

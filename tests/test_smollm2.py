@@ -56,11 +56,13 @@ def in_group(*cases):
 
 # (cp, backend, drafted tokens, tokens compared): all 48 for three cp, fewer with the other backends.
 CASES = in_group(
-    (3, "a2a", 0, 10),
+    *((3, backend, 0, 10) for backend in ("a2a", "fused")),
     *((cp, "a2a", 0, 48, pytest.mark.slow) for cp in (1, 3, 8)),
     *((2, backend, 0, 10, pytest.mark.slow) for backend in BACKENDS),
-    *((cp, backend, 0, 10, pytest.mark.slow) for cp in (1, 3, 8) for backend in BACKENDS if backend != "a2a"),
+    *((3, backend, 0, 10, pytest.mark.slow) for backend in ("ag_rs", "allgather")),
+    *((cp, backend, 0, 10, pytest.mark.slow) for cp in (1, 8) for backend in BACKENDS if backend != "a2a"),
     (1, "ag_rs", 3, 48, pytest.mark.slow),
+    (3, "fused", 3, 48, pytest.mark.slow),
 )
 
 
@@ -68,7 +70,7 @@ CASES = in_group(
 def test_greedy_equals_the_golden_continuation(cp, backend, speculate, count):
     if cp > len(jax.devices()):
         pytest.skip(f"needs {cp} devices")
-    if backend not in usable(runtime(cp)):
+    if jax.default_backend() != "cpu" and backend not in usable(runtime(cp)):  # on CPU all are
         pytest.skip(f"{backend} is not usable here")
     assert_golden(generate(Decoder(runtime(cp), backend, speculate), PROMPTS, max_new=count), count)
 
