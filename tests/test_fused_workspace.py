@@ -1,6 +1,7 @@
 """The fused exchange's memory from set-up to tear-down, and what it refuses."""
 
 import gc
+import re
 import types
 
 import jax
@@ -21,6 +22,7 @@ from jaxcp.errors import BackendError, BuildError, JaxcpError
 from jaxcp.exchange import fused, workspace
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.native import compiler
+from jaxcp.native.library import Library
 from jaxcp.topology import Topology
 
 pytestmark = on_several_gpus
@@ -87,6 +89,32 @@ def test_garbage_collection_frees_and_numbers_are_not_used_again():
     with pytest.raises(JaxcpError, match="has no workspace"):
         library.launches(config)
     assert exchange_of()._engine.workspace.number > number
+
+
+@needs_peers
+def test_garbage_collection_frees_all_ranks_step_by_step(monkeypatch):
+    exchange = exchange_of()
+    library, taken = exchange._engine.workspace.library, []
+    for step in ("synchronize", "detach", "destroy"):
+        take = getattr(library, step)
+        monkeypatch.setattr(library, step, lambda config, step=step, take=take: (taken.append(step), take(config)))
+    del exchange
+    gc.collect()
+    assert taken == ["synchronize"] * RANKS + ["detach"] * RANKS + ["destroy"] * RANKS
+
+
+@needs_peers
+def test_calls_are_numbered_per_exchange():
+    """Processes that traced other things besides must get the same program."""
+    first, other, second = exchange_of(), exchange_of(), exchange_of()
+    inputs = partials(first, 2)
+    sites = [
+        re.findall(r"site = (\d+)", merging(exchange).lower(*inputs).as_text())
+        for exchange in (first, other, other, second)
+    ]
+    assert sites[0] == sites[3]
+    assert len(sites[0]) == 1
+    assert sites[1] != sites[2]
 
 
 @needs_peers
@@ -161,13 +189,79 @@ def test_places_it_cannot_serve(platform, capability, slices, why, monkeypatch):
     assert found is None if why is None else why in found
 
 
-def test_a_machine_that_cannot_build_it(monkeypatch):
-    def missing():
-        raise BuildError("nvcc: got none")
+def meeting(monkeypatch, hosts):
+    """Lets the processes of a job of `len(hosts)` answer as this one does, but from those hosts."""
+    monkeypatch.setattr(jax, "process_count", lambda: len(hosts))
 
-    monkeypatch.setattr(compiler, "nvcc", missing)
-    topology = Topology("cp", 2, ((FakeDevice(0), FakeDevice(0)),), "gpu", "", (9, 0))
-    assert fused.blocker(topology, spec_of(cp=2)) == "its library cannot be built: nvcc: got none"
+    def together(step, work):
+        answers = [dict(work()) for _ in hosts]
+        for answer, host in zip(answers, hosts, strict=True):
+            answer["host"] = host
+        return answers
+
+    monkeypatch.setattr(workspace.agree, "together", together)
+
+
+class Unloaded(Library):
+    def __init__(self):
+        self.protocol_version = 1
+
+
+def set_up(topology):
+    workspace.Workspace(topology, spec_of(cp=2), Unloaded(), 1.0, name="fused")
+
+
+class AgreedError(Exception):
+    pass
+
+
+class Remote(FakeDevice):
+    """A GPU of process `process_index`."""
+
+    platform, id = "gpu", 0
+
+    def __init__(self, process_index):
+        super().__init__(0)
+        self.process_index = process_index
+
+
+@pytest.mark.parametrize(
+    ("groups", "hosts", "fits"),
+    [
+        (((0, 0), (1, 1)), ("a", "b"), True),  # data over hosts, the axis inside
+        (((0, 1), (0, 1)), ("a", "a"), True),
+        (((0, 1), (0, 1)), ("a", "b"), False),
+    ],
+)
+def test_only_groups_must_stay_inside_a_host(groups, hosts, fits, monkeypatch):
+    meeting(monkeypatch, hosts)
+
+    def next_step(self):
+        raise AgreedError
+
+    monkeypatch.setattr(Topology, "local_ranks", next_step)
+    topology = Topology("cp", 2, tuple(tuple(map(Remote, group)) for group in groups), "gpu", "", (9, 0))
+    expected = pytest.raises(AgreedError) if fits else pytest.raises(NotImplementedError, match="several hosts")
+    with expected:
+        set_up(topology)
+
+
+def test_a_mesh_that_leaves_out_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    topology = Topology("cp", 2, ((Remote(0), Remote(2)),), "gpu", "", (9, 0))
+    assert "leaves out processes [1] of the job" in fused.blocker(topology, spec_of(cp=2))
+    with pytest.raises(NotImplementedError, match=r"leaves out processes \[1\]"):
+        set_up(topology)
+
+
+@pytest.mark.parametrize(("platform", "name"), [("gpu", "nvcc"), ("cpu", "cxx")])
+def test_a_machine_that_cannot_build_it(platform, name, monkeypatch):
+    def missing():
+        raise BuildError(f"{name}: got none")
+
+    monkeypatch.setattr(compiler, name, missing)
+    topology = Topology("cp", 2, ((FakeDevice(0), FakeDevice(0)),), platform, "", (9, 0) if platform == "gpu" else None)
+    assert fused.blocker(topology, spec_of(cp=2)) == f"its library cannot be built: {name}: got none"
 
 
 def test_a_name_with_a_blocker_is_an_error():

@@ -6,6 +6,7 @@ rank that does not come leaves the others spinning, and `check` has nothing to r
 """
 
 import importlib.util
+import itertools
 import os
 from importlib import metadata
 from pathlib import Path
@@ -67,7 +68,7 @@ class Engine:
     """FlashInfer's kernel over a workspace of its own. On a compile-only mesh: the program without a workspace."""
 
     def __init__(self, topology: Topology, spec: ExchangeSpec, timeout_s: float):
-        self.spec, self.workspace = spec, None
+        self.spec, self.workspace, self.sites = spec, None, itertools.count()
         if topology.runnable:
             self.workspace = Workspace(topology, spec, load(), timeout_s, name="flashinfer")
         else:
@@ -89,7 +90,7 @@ class Engine:
         operands = (self._by_row(o).reshape(rows, spec.cp, spec.head_dim), self._by_row(lse).reshape(rows, spec.cp))
         results = [((rows, spec.head_dim), partial.o.dtype)]
         number = self.workspace.number if self.workspace else -1
-        (out,) = fused.custom_call(TARGET, results, operands, number, partial.base)
+        (out,) = fused.custom_call(TARGET, results, operands, number, next(self.sites), partial.base)
         return out.reshape(tokens, spec.heads_per_rank, spec.head_dim), None
 
     def _by_row(self, x: Array) -> Array:

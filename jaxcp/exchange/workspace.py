@@ -34,6 +34,11 @@ from jaxcp.topology import Topology
 FIRST_CALL_FACTOR = 10
 """The first call of each call site waits this many times longer: peers may still be compiling the program."""
 
+SEVERAL_HOSTS = (
+    "exchange: ranks on several hosts need fabric handles (CU_MEM_HANDLE_TYPE_FABRIC) in kernels/csrc/memory_cuda.cc, "
+    "which are not built. Use backend='a2a', or keep the axis inside a host."
+)
+
 _DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 
 log = logging.getLogger("jaxcp")
@@ -52,14 +57,12 @@ def transport(topology: Topology) -> str:
     """How ranks of `topology` reach each other's memory.
 
     Raises:
-      NotImplementedError: the ranks live on several hosts.
+      NotImplementedError: the ranks of a group live on several hosts, or the mesh leaves out processes of the job.
     """
+    if why := absent_processes(topology):
+        raise NotImplementedError(f"exchange: {why}. Use backend='a2a', or a mesh over all processes.")
     if hosts_of(topology) > 1:
-        raise NotImplementedError(
-            "exchange: ranks on several hosts need fabric handles (CU_MEM_HANDLE_TYPE_FABRIC) in "
-            "kernels/csrc/memory_cuda.cc, which are not built. Use backend='a2a', or keep the "
-            "axis inside a host."
-        )
+        raise NotImplementedError(SEVERAL_HOSTS)
     inside = topology.one_process
     if topology.platform == "cpu":
         return "threads" if inside else "shared memory"
@@ -69,6 +72,26 @@ def transport(topology: Topology) -> str:
 def hosts_of(topology: Topology) -> int:
     """Hosts of the widest group, as far as the devices tell (GPUs of a host share a slice)."""
     return max((len({getattr(device, "slice_index", 0) for device in group}) for group in topology.groups), default=1)
+
+
+def host_id() -> str:
+    """What tells this host's running kernel from any other."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def absent_processes(topology: Topology) -> str | None:
+    """Which processes of the job the mesh leaves out, or None: set-up meets all of them, and would wait for ever."""
+    absent = sorted(set(range(jax.process_count())) - set(topology.processes))
+    return f"the mesh leaves out processes {absent} of the job, with all of which set-up must meet" if absent else None
+
+
+def check_hosts(topology: Topology, hosts: list[str]) -> None:
+    """Raises NotImplementedError if the ranks of a group live on several hosts; `hosts` has one id per process.
+
+    Groups may live on different hosts: they exchange nothing.
+    """
+    if any(len({hosts[device.process_index] for device in group}) > 1 for group in topology.groups):
+        raise NotImplementedError(SEVERAL_HOSTS)
 
 
 class Workspace:
@@ -91,7 +114,7 @@ class Workspace:
 
         Raises:
           BackendError: a process could not set up its part, or the processes do not agree.
-          NotImplementedError: the ranks live on several hosts.
+          NotImplementedError: see `transport` and `check_hosts`; in every process, before anything is allocated.
         """
         self.spec, self.library, self.timeout_s, self.name = spec, library, timeout_s, name
         self.transport = transport(topology)
@@ -99,7 +122,8 @@ class Workspace:
         self._ranks = topology.local_ranks()
         self.configs = [self._config(topology, rank, device) for _, rank, device in self._ranks]
         self._closed = False
-        self._free = weakref.finalize(self, _free, library, self.configs, blocks=len(topology.processes) == 1)
+        alone = len(topology.processes) == 1
+        self._free = weakref.finalize(self, _free, library, self.configs, _EVERYTHING if alone else _MAPS)
         try:
             self._connect()
         except BackendError:  # in every process, at the same step
@@ -144,9 +168,9 @@ class Workspace:
     def _give_back(self) -> None:
         """Collective: unmaps peers' blocks everywhere, then frees."""
         self._free.detach()
-        _free(self.library, self.configs, blocks=False)
+        _free(self.library, self.configs, _MAPS)
         agree.allgather(None)
-        _free(self.library, self.configs, blocks=True)
+        _free(self.library, self.configs, _BLOCKS)
 
     def describe(self) -> dict[str, Any]:
         """Bytes, capacity and transport."""
@@ -175,11 +199,13 @@ class Workspace:
             "dtype": spec.dtype.name, "max_tokens": spec.max_tokens, "axis_name": topology.axis_name,
             "devices": [[device.id for device in group] for group in topology.groups],
             "protocol version": self.library.protocol_version, "jaxcp version": metadata.version("jaxcp"),
-            "host": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         }  # fmt: skip
         mine = next(_numbers)
-        answers = agree.together("reading the arguments", lambda: {"number": mine, "fingerprint": fingerprint})
+        answers = agree.together(
+            "reading the arguments", lambda: {"number": mine, "host": host_id(), "fingerprint": fingerprint}
+        )
         agree.the_same("arguments", [answer["fingerprint"] for answer in answers])
+        check_hosts(topology, [answer["host"] for answer in answers])
         number = max(answer["number"] for answer in answers)
         while mine < number:  # a process that made fewer exchanges of its own catches up
             mine = next(_numbers)
@@ -246,10 +272,14 @@ def _ordinal(device: Any) -> int:
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
-def _free(library: Library, configs: list[Config], *, blocks: bool) -> None:
-    """Frees what can be freed without meeting other processes: everything, or only the maps of their blocks."""
-    for config in configs:
+_MAPS, _BLOCKS = ("synchronize", "detach"), ("destroy",)
+_EVERYTHING = _MAPS + _BLOCKS
+
+
+def _free(library: Library, configs: list[Config], steps: tuple[str, ...]) -> None:
+    """Takes each of `steps` for all ranks before the next: a rank still in a call writes into its peers' blocks."""
+    for step, config in itertools.product(steps, configs):
         try:
-            (library.destroy if blocks else library.detach)(config)
+            getattr(library, step)(config)
         except JaxcpError as error:  # at exit, or after a failed set-up: nobody can act on it
             log.debug("freeing workspace %d of rank %d: %s", config.exchange, config.rank, error)
