@@ -1,6 +1,7 @@
 """Steps that all processes take together: one failure is everybody's failure, and nobody is left waiting.
 
-Uses jax's public multihost call only. With one process nothing is sent.
+Uses jax's public multihost call only: it meets all processes of the job, not those of a mesh, and it has no bound. With
+one process nothing is sent.
 """
 
 import json

@@ -51,7 +51,7 @@ class Exchange:
         backend: str = "auto",
         timeout_s: float = 30.0,
     ):
-        """Resolves the backend and sets it up; collective over all processes of the mesh.
+        """Resolves the backend and sets it up; collective over all processes of the job, if the backend owns memory.
 
         Args:
           mesh: whose axis the keys are split over; the other axes make independent groups.
@@ -61,11 +61,13 @@ class Exchange:
           head_dim: width of a row (512 for absorbed MLA).
           dtype: of the rows: bfloat16, float16, float32 (or float64, for checks).
           backend: "auto" or one of `jaxcp.exchange.BACKENDS`.
-          timeout_s: seconds a rank waits for a peer before it gives up.
+          timeout_s: seconds a rank of the fused backend waits for a peer before it gives up. XLA's collectives have no
+            such bound (NCCL's own is off by default), FlashInfer's kernel neither.
 
         Raises:
           ValueError, TypeError: bad arguments.
-          BackendError: a backend asked for by name is blocked; the message says by what.
+          BackendError: a backend asked for by name is blocked, the message says by what; or set-up failed somewhere.
+          NotImplementedError: the backend owns memory, and a group's ranks turn out to be on several hosts.
         """
         topology = Topology.of(mesh, axis_name)
         self.spec = ExchangeSpec.of(topology, heads=heads, head_dim=head_dim, dtype=dtype, max_tokens=max_tokens)
@@ -87,6 +89,9 @@ class Exchange:
 
     def __call__(self, partial: Partial, *, return_lse: bool = False):
         """Merged rows of this rank's heads; in shard_map.
+
+        On CPU the fused backend's calls in two nested functions (bodies of scan, cond, ...) of one program may start in
+        another order on each rank, and wait in vain: pass something from the first into the second.
 
         Args:
           partial: o [tokens, heads, dim], lse [tokens, heads] or [tokens, heads, 1]: this rank's partials of all heads.
@@ -115,11 +120,21 @@ class Exchange:
         self._engine.check()
 
     def reset(self) -> None:
-        """Makes the exchange usable again after a failure; collective over all processes, outside jit."""
+        """Makes the exchange usable again after a failure; collective over all processes of the job, outside jit.
+
+        Wait for the results of all earlier steps first. It meets the other processes, without a bound of its own: where
+        one is dead, start the job anew.
+        """
         self._engine.reset()
 
     def close(self) -> None:
-        """Gives device memory back; collective. Programs that captured the exchange must not run afterwards."""
+        """Gives device memory back. Programs that captured the exchange must not run afterwards.
+
+        Collective over all processes of the job: they meet, and jax gives that meeting no bound, so a process that
+        never calls it lets the others hang. After `PeerTimeoutError` it is local to the processes whose ranks
+        waited in vain: they meet nobody, and their blocks stay until they end. Where only some processes saw the error,
+        the others would wait for them: let all agree on it, or end the job without `close`.
+        """
         if not self._closed:
             self._engine.close()
             self._closed = True

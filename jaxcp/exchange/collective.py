@@ -35,7 +35,7 @@ class CollectiveEngine:
     name: str
 
     def __init__(self, topology: Topology, spec: ExchangeSpec, timeout_s: float):
-        del timeout_s  # XLA's runtime bounds its own collectives
+        del timeout_s  # XLA's collectives take none; whether they end without a peer is its runtime's affair (NCCL: no)
         self.topology, self.spec = topology, spec
 
     def __call__(self, partial: Partial, return_lse: bool) -> tuple[Array, Array | None]:
@@ -49,7 +49,7 @@ class CollectiveEngine:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Nothing to check: XLA reports failed collectives itself."""
+        """Nothing to check: a failed collective is an error of the program that made it."""
 
     def reset(self) -> None:
         """Nothing to revive."""
