@@ -82,7 +82,10 @@ def compare(model: checkpoint.Checkpoint, prompt: list[int]) -> Iterator[Row]:
 
 
 def usable(runtime: Runtime) -> list[str]:
-    """Backends without a blocker on the runtime's ranks, in order of preference."""
+    """Backends without a blocker on the runtime's ranks, in order of preference.
+
+    On CPU `fused` is among them, whose host twin is compiled on first use; a line says so.
+    """
     config = runtime.config
     found = exchange.explain(
         runtime.mesh,
