@@ -21,7 +21,9 @@ class _Commands(TyperGroup):
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
-        except (JaxcpError, ValueError, TypeError, NotImplementedError, FileNotFoundError) as error:
+        except BrokenPipeError:
+            raise
+        except (JaxcpError, ValueError, TypeError, NotImplementedError, OSError) as error:
             if ctx.params.get("debug"):
                 traceback.print_exc()
             typer.echo(f"jaxcp: {' '.join(str(error).split())}", err=True)
@@ -155,6 +157,10 @@ def _relaunch(processes: int, cp: int, limit_s: float) -> None:
 
 def main() -> None:
     """Entry point of the `jaxcp` command."""
+    for name in ("stdout", "stderr"):  # a program whose streams are closed or cannot show a letter still runs
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        getattr(sys, name).reconfigure(errors="replace")
     app()
 
 

@@ -97,4 +97,13 @@ def checked_page_table(page_table: Any, pages: int, requests: int) -> np.ndarray
         raise invalid(
             "page_table", outside[0], f"ids in [1, {pages}), 0 for no page", "Widened page g is page g of every rank."
         )
+    for request, row in enumerate(table):
+        ids, times = np.unique(row[row > 0], return_counts=True)
+        if (times > 1).any():
+            raise invalid(
+                "page_table",
+                f"page {ids[times > 1][0]} twice for request {request}",
+                "every page at most once per request",
+                "Two places of one request would overwrite each other; different requests may share a page.",
+            )
     return table.astype(np.int32)

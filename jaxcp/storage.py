@@ -26,7 +26,7 @@ E4M3_MAX = 448.0
 def cache_dtype(dtype: Any) -> np.dtype:
     """`dtype` as a numpy dtype, or the error that says what a cache can hold."""
     try:
-        found = jnp.dtype(dtype)
+        found = None if dtype is None else jnp.dtype(dtype)  # numpy takes None for float64
     except TypeError:
         found = None
     if found is None or found.name not in CACHE_DTYPES:

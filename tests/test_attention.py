@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxcp import BackendError, LogBase, Partial, lse
-from jaxcp.attention import IMPLEMENTATIONS, api, attention, online, paged
-from jaxcp.layout import Interleave
+from jaxcp.attention import IMPLEMENTATIONS, api, attention, checks, online, paged
+from jaxcp.layout import INT32_MAX, Interleave
 from jaxcp.products import contract
 
 LONG = tuple(range(2047, 2054))
@@ -159,6 +159,33 @@ def test_a_row_can_be_empty_on_a_rank_that_holds_keys_of_the_request():
     assert np.isneginf(got.lse[0]).all()
     assert not np.asarray(got.o[0]).any()
     assert np.isfinite(got.lse[1:]).all()
+
+
+@pytest.mark.parametrize("base", LogBase)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_broken_key_breaks_the_rows_that_see_it(base, bad):
+    """Its rank's LSE must not say "no key seen": the other ranks' keys alone would look like a result."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((1, 1, 2, 8), *[(1, 6, 1, 8)] * 2))
+    broken = online.attend(q, k.at[0, 4].set(bad), v, jnp.array([[4, 5]]), scale=1.0, base=base)
+    other = online.attend(q, 100 * k, v, jnp.array([[6, 6]]), scale=1.0, base=base)
+    merged = lse.merge_two(other, broken)
+    assert np.isnan(merged.o[0, 0, 1]).any()
+    np.testing.assert_array_equal(lse.merge_two(broken, other).lse, merged.lse)
+    assert np.isfinite(merged.o[0, 0, 0]).all()
+
+
+@pytest.mark.parametrize("layer", [jnp.float32(1), jnp.zeros(2, jnp.int32)])
+def test_a_device_layer_that_is_no_index_is_refused(layer):
+    with pytest.raises(TypeError, match=r"layer: got .*; expected an integer scalar"):
+        checks.layer_index(layer, 2)
+
+
+def test_wide_device_lengths_do_not_wrap():
+    with jax.enable_x64(True):
+        wide = jnp.asarray([2**32 + 5, -(2**40), 7], jnp.int64)
+        assert checks.request_ints("lengths", wide, 3).tolist() == [INT32_MAX, -1, 7]
+        assert checks.request_ints("lengths", jnp.asarray([2**32 - 1], jnp.uint32), 1).tolist() == [INT32_MAX]
 
 
 def test_float64_reaches_float64():

@@ -207,6 +207,7 @@ BOTH = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "cp
         ),
         ({"page_table": [[1, 5]]}, ValueError, r"page_table: got 5; expected ids in \[1, 5\)"),
         ({"page_table": [[1, -1]]}, ValueError, "page_table: got -1"),
+        ({"page_table": [[1, 3, 1, 0, 0]]}, ValueError, "page_table: got page 1 twice for request 0"),
         ({"page_table": [1, 2]}, ValueError, r"page_table.shape: got \(2,\)"),
         ({"page_table": [[1.0]]}, TypeError, "page_table.dtype: got float64"),
     ],

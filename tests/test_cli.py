@@ -47,6 +47,20 @@ def test_help_needs_no_jax():
     assert time.monotonic() - start < 10
 
 
+def test_a_closed_stderr_does_not_stop_the_output():
+    command = f"{sys.executable} -m jaxcp.cli --help 2>&-"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "generate" in done.stdout
+
+
+def test_an_error_of_the_system_is_one_line():
+    command = f"{sys.executable} -m jaxcp.cli generate --file /dev/null/none"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
 TEXT = "abcabcabcab"
 FREE = ("--max-new", 6, "--ignore-eos")
 

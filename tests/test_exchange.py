@@ -363,7 +363,7 @@ def test_outside_shard_map():
 def test_in_shard_map_over_another_mesh():
     exchange = exchange_on(make_mesh(2))
     step = lambda: exchange(Partial(jnp.zeros((1, 9, 64)), jnp.zeros((1, 9)), LogBase.E))[None]  # noqa: E731
-    with pytest.raises(ValueError, match="an axis 'cp' of 4 ranks; expected 2 ranks"):
+    with pytest.raises(ValueError, match="a mesh of axes {'cp': 4}; expected {'cp': 2}"):
         jax.eval_shape(jax.shard_map(step, mesh=make_mesh(4), in_specs=(), out_specs=P("cp")))
 
 
@@ -377,10 +377,27 @@ def test_in_shard_map_over_another_mesh():
     ({"axis_name": "tp"}, ValueError, r"axis_name: got 'tp'; expected one of the mesh's axes \('cp',\)"),
     ({"timeout_s": 0.0}, ValueError, "timeout_s"),
     ({"timeout_s": float("inf")}, ValueError, "timeout_s"),
+    ({"timeout_s": 3e9}, ValueError, r"timeout_s: got 3000000000.0; expected 0.001 to 1e8 seconds"),
+    ({"dtype": None}, TypeError, "dtype: got None"),
 ])  # fmt: skip
 def test_bad_arguments(changes, error, message):
     with pytest.raises(error, match=message):
         exchange_on(make_mesh(2), **changes)
+
+
+def test_another_mesh_than_the_exchanges_own_is_refused():
+    """The axis has the right name and size, but its groups are others: peers would be other devices."""
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    exchange = exchange_on(jax.sharding.Mesh(devices, ("dp", "cp")))
+    o, lse = jnp.zeros((2, exchange.heads, exchange.head_dim), exchange.dtype), jnp.zeros((2, exchange.heads))
+    other = jax.sharding.Mesh(devices, ("cp", "dp"))
+    step = jax.shard_map(
+        lambda o, lse: exchange(Partial(o, lse, LogBase.E)), mesh=other, in_specs=jax.P(), out_specs=jax.P(None, "cp")
+    )
+    with pytest.raises(
+        ValueError, match=r"exchange: got a mesh of axes {'cp': 2, 'dp': 2}; expected {'dp': 2, 'cp': 2}"
+    ):
+        step(o, lse)
 
 
 def test_spec_pads_heads():

@@ -14,6 +14,10 @@ from jaxcp.layout import INT32_MAX, Ints
 def layer_index(layer: Any, layers: int) -> Array:
     """`layer` as an int32 scalar; host integers are checked."""
     if isinstance(layer, jax.Array):
+        if layer.ndim or not jnp.issubdtype(layer.dtype, jnp.integer):
+            raise invalid(
+                "layer", f"{layer.dtype}{list(layer.shape)}", "an integer scalar", "Index one layer.", TypeError
+            )
         return layer.astype(jnp.int32)
     if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < layers:
         raise invalid("layer", repr(layer), f"an integer in [0, {layers})", "The cache holds one entry per layer.")
@@ -43,6 +47,8 @@ def request_ints(name: str, value: Ints, requests: int | None, high: int | None 
                 f"0 <= {name} <= {limit}",
                 f"Request {np.flatnonzero(outside)[0]} does not fit; allocate more pages or shorten it.",
             )
+    elif dtype.itemsize > 4 or dtype.kind == "u":  # a cast would wrap to a length that looks right
+        value = jnp.clip(value, -1 if dtype.kind == "i" else 0, INT32_MAX)
     return jnp.asarray(value, jnp.int32)
 
 

@@ -1,6 +1,5 @@
 """`Exchange`: partials of all ranks in, merged rows of my heads out."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -71,8 +70,8 @@ class Exchange:
         """
         topology = Topology.of(mesh, axis_name)
         self.spec = ExchangeSpec.of(topology, heads=heads, head_dim=head_dim, dtype=dtype, max_tokens=max_tokens)
-        if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
-            raise invalid("timeout_s", repr(timeout_s), "a positive number of seconds", "30.0 suits most hosts.")
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 1e-3 <= timeout_s <= 1e8:
+            raise invalid("timeout_s", repr(timeout_s), "0.001 to 1e8 seconds", "30.0 suits most hosts.")
         self.mesh, self.topology = mesh, topology
         self.resolution = resolve(topology, self.spec, backend)
         self._engine = module(self.backend).Engine(topology, self.spec, float(timeout_s))
@@ -209,12 +208,13 @@ class Exchange:
                 f"a call inside jax.shard_map over {self.axis_name!r}",
                 "Wrap the step in jax.shard_map with the Exchange's mesh.",
             ) from None
-        if size != self.cp:
+        here, built = jax.sharding.get_abstract_mesh(), self.mesh
+        if size != self.cp or (here.axis_names, here.axis_sizes) != (built.axis_names, built.axis_sizes):
             raise invalid(
                 "exchange",
-                f"an axis {self.axis_name!r} of {size} ranks",
-                f"{self.cp} ranks, as in its mesh",
-                "Use the mesh that the Exchange was built with.",
+                f"a mesh of axes {dict(here.shape)}",
+                f"{dict(built.shape)}, in this order",
+                "Use the mesh that the Exchange was built with: who is whose peer depends on it.",
             )
 
 

@@ -87,7 +87,7 @@ class Engine(Protocol):
 
 def _dtype(dtype: Any) -> np.dtype:
     try:
-        found = jnp.dtype(dtype)
+        found = None if dtype is None else jnp.dtype(dtype)  # numpy takes None for float64
     except TypeError:
         found = None
     if found is None or found.name not in DTYPES:

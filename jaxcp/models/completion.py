@@ -55,7 +55,7 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     if file is None:
         assert prompt is not None
         return prompt
-    if not file.is_file():
+    if not file.exists() or file.is_dir():
         raise invalid("file", str(file), "an existing text file", "Check the path.", FileNotFoundError)
     try:
         return file.read_bytes().decode()  # not read_text: it would translate line ends
