@@ -159,7 +159,7 @@ def main() -> None:
     """Entry point of the `jaxcp` command."""
     for name in ("stdout", "stderr"):  # a program whose streams are closed or cannot show a letter still runs
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for the life of the process
         getattr(sys, name).reconfigure(errors="replace")
     app()
 

@@ -363,7 +363,7 @@ def test_outside_shard_map():
 def test_in_shard_map_over_another_mesh():
     exchange = exchange_on(make_mesh(2))
     step = lambda: exchange(Partial(jnp.zeros((1, 9, 64)), jnp.zeros((1, 9)), LogBase.E))[None]  # noqa: E731
-    with pytest.raises(ValueError, match="a mesh of axes {'cp': 4}; expected {'cp': 2}"):
+    with pytest.raises(ValueError, match=r"a mesh of axes {'cp': 4}; expected {'cp': 2}"):
         jax.eval_shape(jax.shard_map(step, mesh=make_mesh(4), in_specs=(), out_specs=P("cp")))
 
 
