@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from conftest import PLATFORM
 
 from jaxcp import native
-from jaxcp.errors import BuildError
+from jaxcp.errors import BackendError, BuildError
 from jaxcp.native import builder, compiler, library
 
 TINY = {"cpu": ("tiny.cc",), "cuda": ("tiny.cc", "tiny.cu")}
@@ -275,6 +276,35 @@ def test_kernels_without_code_for_the_gpu(monkeypatch):
         "'sm_100a'",
     ):
         library._preload(WithoutCode(), Gpu())
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """(target, platform) of what is registered meanwhile, without XLA; the "cpu" library stands in for the GPU's."""
+    loaded, found = library.load("cpu"), []
+    monkeypatch.setattr(library, "_targets", {})
+    monkeypatch.setattr(
+        jax.ffi, "register_ffi_target", lambda symbol, capsule, platform: found.append((symbol, platform))
+    )
+    monkeypatch.setattr(builder, "recipe", lambda variant: types.SimpleNamespace(key=""))
+    monkeypatch.setattr(builder, "ensure", lambda wanted: Path())
+    monkeypatch.setattr(library, "Library", lambda path, variant, key: loaded)
+    monkeypatch.setattr(library, "HANDLERS", {"cuda": ("jaxcp_fused",), "flashinfer": ("jaxcp_compile_only",)})
+    monkeypatch.setattr(library, "_preload", lambda library, device: None)
+    return found
+
+
+def test_a_process_that_compiled_for_a_compile_only_mesh_cannot_run(registered):
+    library.register_compile_only.__wrapped__()
+    with pytest.raises(BackendError, match=r"registered jaxcp_fused for a compile-only mesh.*another process"):
+        library.load.__wrapped__("cuda")
+    assert registered == [("jaxcp_fused", "CUDA"), ("jaxcp_compile_only", "CUDA")]
+
+
+def test_a_process_that_runs_can_compile_for_a_compile_only_mesh(registered):
+    library.load.__wrapped__("cuda")
+    library.register_compile_only.__wrapped__()
+    assert registered == [("jaxcp_fused", "CUDA"), ("jaxcp_compile_only", "CUDA")]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from jaxcp.errors import BuildError, JaxcpError
+from jaxcp.errors import BackendError, BuildError, JaxcpError
 from jaxcp.native import builder
 
 HANDLE_BYTES = 64
@@ -145,6 +145,9 @@ HANDLERS = {
 }
 """FFI targets of each library, under the names of their symbols."""
 
+_targets: dict[tuple[str, str], str] = {}
+"""What each (target, platform) of this process was registered for."""
+
 
 @functools.cache
 def load(variant: str, **options) -> Library:
@@ -156,12 +159,13 @@ def load(variant: str, **options) -> Library:
 
     Raises:
       BuildError: it does not build or load, or has no code for a GPU that is present.
+      BackendError: this process has its targets already, e.g. for programs that are only compiled.
     """
     devices = jax.local_devices()  # the backend must exist before handlers are registered
     wanted = builder.recipe(variant, **options)
     library = Library(builder.ensure(wanted), variant, wanted.key)
     for symbol in HANDLERS[variant]:
-        jax.ffi.register_ffi_target(symbol, library.capsule(symbol), platform="cpu" if variant == "cpu" else "CUDA")
+        _register(symbol, library.capsule(symbol), "cpu" if variant == "cpu" else "CUDA", f"{variant} library")
     if variant != "cpu":
         for device in devices:
             _preload(library, device)
@@ -185,4 +189,16 @@ def register_compile_only() -> None:
     """Lets programs with our GPU calls be compiled on a machine without a GPU; running them is an error."""
     library = load("cpu")
     for symbol in (*HANDLERS["cuda"], *HANDLERS["flashinfer"]):
-        jax.ffi.register_ffi_target(symbol, library.capsule("jaxcp_compile_only"), platform="CUDA")
+        if (symbol, "CUDA") not in _targets:  # a library that can run them can also be compiled for
+            _register(symbol, library.capsule("jaxcp_compile_only"), "CUDA", "compile-only mesh")
+
+
+def _register(symbol: str, capsule, platform: str, what_for: str) -> None:
+    """Registers an FFI target; XLA cannot replace or forget one."""
+    if known := _targets.get((symbol, platform)):
+        raise BackendError(
+            f"exchange: this process registered {symbol} for a {known}; XLA cannot replace it by that of the "
+            f"{what_for}. Use another process: one that compiled for a compile-only mesh, e.g., cannot run on GPUs."
+        )
+    jax.ffi.register_ffi_target(symbol, capsule, platform=platform)
+    _targets[symbol, platform] = what_for
