@@ -19,7 +19,7 @@ from fused_calls import (
 )
 
 from jaxcp.errors import BackendError, BuildError, JaxcpError
-from jaxcp.exchange import fused, workspace
+from jaxcp.exchange import flashinfer, fused, workspace
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.native import compiler
 from jaxcp.native.library import Library
@@ -158,6 +158,12 @@ def test_one_rank_that_cannot_allocate_fails_the_set_up(monkeypatch):
 def test_shapes_it_cannot_serve(facts, why):
     topology = Topology("cp", facts.get("cp", 8), (), "gpu", "NVIDIA H200", None)
     assert why in fused.blocker(topology, spec_of(**facts))
+
+
+def test_flashinfer_stays_with_16_bits():
+    topology = Topology("cp", 8, (), "gpu", "NVIDIA H200", None)
+    why = flashinfer.blocker(topology, spec_of(dtype=np.dtype(np.float32)))
+    assert why == "dtype float32 is not one of bfloat16, float16"
 
 
 class FakeDevice:
