@@ -29,6 +29,12 @@ def own_lse(merged: Float[Array, "tokens heads"], spec: ExchangeSpec, rank: Arra
     return lax.dynamic_slice_in_dim(padded, rank * spec.heads_per_rank, spec.heads_per_rank, axis=1)
 
 
+def merge_alone(partial: Partial, return_lse: bool) -> tuple[Array, Array | None]:
+    """The exchange of one rank. One source still merges: an empty row's payload must become 0."""
+    merged = lse_lib.merge(Partial(partial.o[None], partial.lse[None], partial.base))
+    return merged.o, merged.lse if return_lse else None
+
+
 class CollectiveEngine:
     """Base of `allgather`, `ag_rs` and `a2a`."""
 
@@ -39,9 +45,8 @@ class CollectiveEngine:
         self.topology, self.spec = topology, spec
 
     def __call__(self, partial: Partial, return_lse: bool) -> tuple[Array, Array | None]:
-        if self.spec.cp == 1:  # one source still merges: an empty row's payload must become 0
-            merged = lse_lib.merge(Partial(partial.o[None], partial.lse[None], partial.base))
-            return merged.o, merged.lse if return_lse else None
+        if self.spec.cp == 1:
+            return merge_alone(partial, return_lse)
         return self.exchange(partial, return_lse)
 
     def exchange(self, partial: Partial, return_lse: bool) -> tuple[Array, Array | None]:

@@ -6,11 +6,9 @@ rank that does not come leaves the others spinning, and `check` has nothing to r
 """
 
 import importlib.util
-import itertools
 import os
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -20,6 +18,7 @@ from jaxcp import native
 from jaxcp.errors import BuildError
 from jaxcp.exchange import fused
 from jaxcp.exchange.collective import pad_heads
+from jaxcp.exchange.resident import WorkspaceEngine
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.exchange.workspace import Workspace
 from jaxcp.lse import Partial
@@ -64,15 +63,16 @@ def blocker(topology: Topology, spec: ExchangeSpec) -> str | None:
     return why or fused.build_blocker(topology)
 
 
-class Engine:
+class Engine(WorkspaceEngine):
     """FlashInfer's kernel over a workspace of its own. On a compile-only mesh: the program without a workspace."""
 
     def __init__(self, topology: Topology, spec: ExchangeSpec, timeout_s: float):
-        self.spec, self.workspace, self.sites = spec, None, itertools.count()
+        workspace = None
         if topology.runnable:
-            self.workspace = Workspace(topology, spec, load(), timeout_s, name="flashinfer")
+            workspace = Workspace(topology, spec, load(), timeout_s, name="flashinfer")
         else:
             register_compile_only()
+        super().__init__(spec, workspace)
 
     def __call__(self, partial: Partial, return_lse: bool) -> tuple[Array, None]:
         """See `spec.Engine`.
@@ -89,8 +89,7 @@ class Engine:
         o = jnp.where(lse[..., None] > -jnp.inf, partial.o, 0)  # an empty row's payload may be NaN
         operands = (self._by_row(o).reshape(rows, spec.cp, spec.head_dim), self._by_row(lse).reshape(rows, spec.cp))
         results = [((rows, spec.head_dim), partial.o.dtype)]
-        number = self.workspace.number if self.workspace else -1
-        (out,) = fused.custom_call(TARGET, results, operands, number, next(self.sites), partial.base)
+        (out,) = fused.custom_call(TARGET, results, operands, self.number, next(self.sites), partial.base)
         return out.reshape(tokens, spec.heads_per_rank, spec.head_dim), None
 
     def _by_row(self, x: Array) -> Array:
@@ -100,23 +99,6 @@ class Engine:
 
     def check(self) -> None:
         """Nothing to check: the kernel's waits do not end."""
-
-    def reset(self) -> None:
-        """Collective: readies the workspace again, if all devices have come to rest."""
-        if self.workspace:
-            self.workspace.reset()
-
-    def close(self) -> None:
-        """Collective: gives the memory back."""
-        if self.workspace:
-            self.workspace.close()
-
-    def describe(self) -> dict[str, Any]:
-        """Bytes sent per call, and the workspace."""
-        spec = self.spec
-        row = spec.head_dim * spec.dtype.itemsize + 4
-        sent = {"bytes_sent_per_call": (spec.cp - 1) * spec.max_tokens * spec.heads_per_rank * row}
-        return sent | (self.workspace.describe() if self.workspace else {})
 
 
 def load(**options) -> native.Library:

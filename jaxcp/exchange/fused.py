@@ -5,7 +5,6 @@ slots live in the workspace, so a captured call can be replayed without its host
 in one order on all ranks.
 """
 
-import itertools
 from typing import Any
 
 import jax
@@ -14,10 +13,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jaxcp import lse as lse_lib
 from jaxcp import native, varying
 from jaxcp.errors import BuildError
 from jaxcp.exchange import order
+from jaxcp.exchange.collective import merge_alone
+from jaxcp.exchange.resident import WorkspaceEngine
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.exchange.workspace import Workspace, absent_processes, hosts_of
 from jaxcp.lse import LogBase, Partial
@@ -83,52 +83,27 @@ def build_blocker(topology: Topology) -> str | None:
     return None
 
 
-class Engine:
+class Engine(WorkspaceEngine):
     """The fused kernel over a workspace of its own. On a compile-only mesh: the program without a workspace."""
 
     def __init__(self, topology: Topology, spec: ExchangeSpec, timeout_s: float):
-        self.spec, self.workspace, self.sites = spec, None, itertools.count()
-        if spec.cp == 1:
-            return
-        if topology.runnable:
+        workspace = None
+        if spec.cp > 1 and topology.runnable:
             library = native.load("cpu" if topology.platform == "cpu" else "cuda")
-            self.workspace = Workspace(topology, spec, library, timeout_s, name="fused")
-        else:
+            workspace = Workspace(topology, spec, library, timeout_s, name="fused")
+        elif spec.cp > 1:
             register_compile_only()
+        super().__init__(spec, workspace)
 
     def __call__(self, partial: Partial, return_lse: bool) -> tuple[Array, Array | None]:
         """See `spec.Engine`."""
         self.check()
-        if self.spec.cp == 1:  # one source still merges: an empty row's payload must become 0
-            merged = lse_lib.merge(Partial(partial.o[None], partial.lse[None], partial.base))
-            return merged.o, merged.lse if return_lse else None
+        if self.spec.cp == 1:
+            return merge_alone(partial, return_lse)
         rows = (partial.o.shape[0], self.spec.heads_per_rank)
         results = [((*rows, self.spec.head_dim), partial.o.dtype), (rows, jnp.float32)][: 1 + return_lse]
-        number = self.workspace.number if self.workspace else -1
-        merged = custom_call(TARGET, results, (partial.o, partial.lse), number, next(self.sites), partial.base)
+        merged = custom_call(TARGET, results, (partial.o, partial.lse), self.number, next(self.sites), partial.base)
         return merged[0], merged[1] if return_lse else None
-
-    def check(self) -> None:
-        """Raises PeerTimeoutError once a rank of this process has waited in vain."""
-        if self.workspace:
-            self.workspace.check()
-
-    def reset(self) -> None:
-        """Collective: revives a dead workspace."""
-        if self.workspace:
-            self.workspace.reset()
-
-    def close(self) -> None:
-        """Collective: gives the memory back."""
-        if self.workspace:
-            self.workspace.close()
-
-    def describe(self) -> dict[str, Any]:
-        """Bytes sent per call, and the workspace."""
-        spec = self.spec
-        row = spec.head_dim * spec.dtype.itemsize + 4
-        sent = {"bytes_sent_per_call": (spec.cp - 1) * spec.max_tokens * spec.heads_per_rank * row}
-        return sent | (self.workspace.describe() if self.workspace else {})
 
 
 def custom_call(
