@@ -1,5 +1,6 @@
 // The host twin by itself, so that sanitizers can see it (they cannot see through jaxlib): ranks as threads of this
-// process, calls of random sizes, results against a merge written out here, ranks that do not come or come too late, and bounds.
+// process, calls of random sizes, results against a merge written out here, ranks that do not come or come too late,
+// and the largest calls.
 //
 // twin_test CALLS
 #include <cstdio>
