@@ -38,8 +38,10 @@ class Case:
 
     def __str__(self) -> str:
         lse_axis = "-unit" if self.unit_axis else ""
-        return (f"c{self.cp}-h{self.heads}-d{self.dim}-t{self.tokens}-base{self.base.value}-{self.dtype}"
-                f"-{self.filling}{lse_axis}")
+        return (
+            f"c{self.cp}-h{self.heads}-d{self.dim}-t{self.tokens}-base{self.base.value}-{self.dtype}"
+            f"-{self.filling}{lse_axis}"
+        )
 
     @property
     def heads_per_rank(self) -> int:
@@ -120,8 +122,9 @@ def check(case: Case, results: tuple[np.ndarray, np.ndarray]) -> None:
 def run(case: Case, backend: str) -> tuple[np.ndarray, np.ndarray]:
     """The case through an `Exchange` in shard_map over the first `cp` devices: merged o and lse of all ranks."""
     mesh = Mesh(np.array(jax.devices()[: case.cp]), ("cp",))
-    exchange = jaxcp.Exchange(mesh, "cp", max_tokens=MAX_TOKENS, heads=case.heads, head_dim=case.dim, dtype=case.dtype,
-                              backend=backend)
+    exchange = jaxcp.Exchange(
+        mesh, "cp", max_tokens=MAX_TOKENS, heads=case.heads, head_dim=case.dim, dtype=case.dtype, backend=backend
+    )
     try:
         merged = call(exchange, *case.inputs(), case.base)
         exchange.check()

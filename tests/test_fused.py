@@ -261,6 +261,7 @@ def test_results_differ_wherever_one_of_the_operands_does(wider):
     with pytest.raises(ValueError, match="out_specs"):  # replicas along "data" would differ
         jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=P("cp")))(arguments)
 
+
 @needs_peers
 def test_vmap_folds_into_tokens():
     exchange = exchange_of(max_tokens=16)

@@ -107,7 +107,11 @@ class Engine(WorkspaceEngine):
 
 
 def custom_call(
-    target: str, results: list[tuple[tuple[int, ...], Any]], operands: tuple[Array, Array], number: int, site: int,
+    target: str,
+    results: list[tuple[tuple[int, ...], Any]],
+    operands: tuple[Array, Array],
+    number: int,
+    site: int,
     base: LogBase,
 ) -> tuple[Array, ...]:
     """Results of one call of `target`, in the program's order of exchanges.
