@@ -9,7 +9,7 @@ from qsa_runs import Session, close, joined, same_selection
 
 import jaxcp
 from jaxcp import qsa
-from jaxcp.qsa.numerics import E4M3
+from jaxcp.storage import E4M3
 
 C, W, X = oracle.TINY, oracle.weights(oracle.TINY), oracle.hidden(oracle.TINY, 50)
 

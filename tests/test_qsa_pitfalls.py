@@ -16,9 +16,9 @@ from qsa_runs import Session, close, ids, joined, same_selection
 
 from jaxcp import qsa
 from jaxcp.qsa.indexing import put, take
-from jaxcp.qsa.numerics import E4M3, from_storage, to_storage
 from jaxcp.qsa.selection import scores, token_rows, top_blocks
 from jaxcp.qsa.sparse import attend_rows
+from jaxcp.storage import E4M3, decode, encode
 
 C, W = oracle.TINY, oracle.weights(oracle.TINY)
 X = oracle.hidden(C, 61)
@@ -197,7 +197,7 @@ def test_16_both_operands_of_a_score_are_rounded_alike():
     angles = table(C, jnp.broadcast_to(jnp.arange(len(X)), (3, len(X))), jnp.float32)
     a = jax.jit(project)(run.params, x, angles).index_q
     pages = np.asarray(run.cache.page_table)[0]
-    c = from_storage(run.cache.index[0, pages].reshape(-1, C.index_dim), E4M3).astype(jnp.float32)
+    c = decode(run.cache.index[0, pages].reshape(-1, C.index_dim)).astype(jnp.float32)
     rounded, plain = (a.astype(t).astype(jnp.float32) for t in (E4M3, jnp.bfloat16))
     visible = (np.arange(len(X)) + 1) // C.ratio
     exact, mixed = (ids(top_blocks(scores(q, c), jnp.asarray(visible), C.selected_blocks)) for q in (rounded, plain))
@@ -274,5 +274,5 @@ def test_token_rows_of_a_padding_row_are_empty():
 def test_storage_saturates():
     """A plain cast of 500 to e4m3 is NaN, which would spread to every row that selects it."""
     x = jnp.float32([1e9, -500, 448, 0.3])
-    stored = from_storage(to_storage(x, E4M3), E4M3)
+    stored = decode(encode(x, E4M3))
     assert stored.astype(jnp.float32).tolist() == [448, -448, 448, float(jnp.float32(0.3).astype(E4M3))]

@@ -14,9 +14,9 @@ from jaxcp import qsa
 from jaxcp.qsa import queries, selection
 from jaxcp.qsa.decode import _decode
 from jaxcp.qsa.forward import forward
-from jaxcp.qsa.numerics import E4M3
 from jaxcp.qsa.plan import bucket
 from jaxcp.qsa.prefill import _prefill
+from jaxcp.storage import E4M3
 
 C, W, X = oracle.TINY, oracle.weights(oracle.TINY), oracle.hidden(oracle.TINY, 60)
 

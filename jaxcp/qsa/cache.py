@@ -27,8 +27,8 @@ import numpy as np
 from jaxcp.errors import CacheOverflowError, StaleCacheError, invalid
 from jaxcp.layout import positive_int
 from jaxcp.qsa.config import QSAConfig
-from jaxcp.qsa.numerics import E4M3, storage_dtype
 from jaxcp.qsa.params import model_dtype
+from jaxcp.storage import E4M3, page_dtype
 
 _ARRAYS = ("k", "v", "index", "ring_keys", "ring_positions", "page_table", "faults")
 _STATIC = ("dtype", "kv_dtype", "index_dtype", "max_query_tokens")
@@ -146,9 +146,9 @@ def init_cache(
     blocks, ring = page_size // config.ratio, config.ratio - 1 + tokens
     rows = (layers, pages, page_size, config.kv_heads, config.head_dim)
     return Cache(
-        k=jnp.zeros(rows, storage_dtype(kv_dtype)),
-        v=jnp.zeros(rows, storage_dtype(kv_dtype)),
-        index=jnp.zeros((layers, pages, blocks, config.index_dim), storage_dtype(index_dtype)),
+        k=jnp.zeros(rows, page_dtype(kv_dtype)),
+        v=jnp.zeros(rows, page_dtype(kv_dtype)),
+        index=jnp.zeros((layers, pages, blocks, config.index_dim), page_dtype(index_dtype)),
         ring_keys=jnp.zeros((layers, 1 + requests, ring, config.index_dim), dtype),
         ring_positions=jnp.full((layers, 1 + requests, ring, 4), -1, jnp.int32),
         page_table=_checked_table(page_table, requests, pages),

@@ -9,11 +9,10 @@ In float32 and float64 nothing is rounded.
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 from jaxcp.lse import accumulation_dtype
 
-E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 MODEL_DTYPES = tuple(jnp.dtype(t) for t in (jnp.bfloat16, jnp.float32, jnp.float64))
 
 
@@ -54,25 +53,3 @@ def norm(x: Float[Array, "... dim"], weight: Float[Array, " dim"], eps: float) -
     """Zero-centred RMS norm over the last axis, x already widened: x / sqrt(mean(x^2) + eps) * (1 + weight)."""
     gain = 1 + weight.astype(x.dtype)
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * gain
-
-
-def to_storage(x: Shaped[Array, "..."], dtype) -> Shaped[Array, "..."]:
-    """`x` as a cache of `dtype` stores it: a plain cast, e4m3 saturated and kept as its bits.
-
-    e4m3 has no infinity: a plain cast turns everything above 448 into NaN, which one row would spread to all its
-    readers. XLA widens a whole float8 buffer to float16 to scatter into it; a buffer of uint8 is written in place.
-    """
-    if dtype != E4M3:
-        return x.astype(dtype)
-    limit = float(jnp.finfo(E4M3).max)
-    return lax.bitcast_convert_type(jnp.clip(x, -limit, limit).astype(E4M3), jnp.uint8)
-
-
-def from_storage(x: Shaped[Array, "..."], dtype) -> Float[Array, "..."]:
-    """Inverse of `to_storage`, in the cache's dtype."""
-    return lax.bitcast_convert_type(x, E4M3) if dtype == E4M3 else x
-
-
-def storage_dtype(dtype) -> jnp.dtype:
-    """Element type of the buffer that stores values of `dtype`."""
-    return jnp.dtype(jnp.uint8) if dtype == E4M3 else jnp.dtype(dtype)

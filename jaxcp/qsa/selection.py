@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
+from jaxcp import storage
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.config import QSAConfig
 from jaxcp.qsa.indexing import quotient, remainder, take
-from jaxcp.qsa.numerics import contract, from_storage, to_storage
+from jaxcp.qsa.numerics import contract
 from jaxcp.qsa.queries import Queries, in_steps, scratch_rows
 from jaxcp.qsa.segments import tiles_of
 
@@ -90,16 +91,14 @@ def select_xla(
     if blocks <= k:
         return all_visible(quotient(position + 1, config.ratio), k)
     if cache.index_dtype != cache.dtype:  # both operands of the score are rounded alike
-        index_q = from_storage(to_storage(index_q, cache.index_dtype), cache.index_dtype).astype(cache.dtype)
+        index_q = storage.decode(storage.encode(index_q, cache.index_dtype)).astype(cache.dtype)
     row_bytes, key_bytes = config.index_heads * blocks * 4, blocks * config.index_dim * 4
     tiles = tiles_of(queries.segments, queries.rows, _tile_length(queries, row_bytes), queries.longest)
     pages = jnp.arange(-(-blocks // cache.blocks_per_page), dtype=jnp.int32)
 
     def of_tile(tile):
         request, row, position = tile
-        keys = from_storage(take(cache.index, layer, take(cache.page_table, request, pages)), cache.index_dtype).astype(
-            cache.dtype
-        )
+        keys = storage.decode(take(cache.index, layer, take(cache.page_table, request, pages))).astype(cache.dtype)
         score = scores(take(index_q, row), keys.reshape(-1, config.index_dim)[:blocks])
         return top_blocks(score, quotient(position + 1, config.ratio), k)
 

@@ -13,11 +13,12 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxcp import storage
 from jaxcp.lse import LogBase, Partial
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.config import QSAConfig
 from jaxcp.qsa.indexing import quotient, remainder, take
-from jaxcp.qsa.numerics import contract, from_storage, narrow, widen
+from jaxcp.qsa.numerics import contract, narrow, widen
 from jaxcp.qsa.queries import Queries, in_steps
 from jaxcp.qsa.selection import token_rows
 
@@ -71,10 +72,7 @@ def attend_xla(
         at = jnp.maximum(tokens, 0)
         page = take(cache.page_table, request, quotient(at, cache.page_size))
         place = remainder(at, cache.page_size)
-        k, v = (
-            from_storage(take(pool, layer, page, place), cache.kv_dtype).astype(cache.dtype)
-            for pool in (cache.k, cache.v)
-        )
+        k, v = (storage.decode(take(pool, layer, page, place)).astype(cache.dtype) for pool in (cache.k, cache.v))
         return attend_rows(q, k, v, jnp.sum(tokens >= 0), config.scale)
 
     width = blocks.shape[1] * config.ratio + config.ratio - 1

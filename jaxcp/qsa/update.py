@@ -9,11 +9,11 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxcp import storage
 from jaxcp.lse import accumulation_dtype
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.indexing import put, quotient, remainder, take
 from jaxcp.qsa.layer import compress
-from jaxcp.qsa.numerics import to_storage
 from jaxcp.qsa.params import Params
 from jaxcp.qsa.rope import table
 from jaxcp.qsa.segments import Rows, Segments, spread
@@ -47,9 +47,9 @@ def update(
     block_page, block_place, block_key = block_writes
     cache = dataclasses.replace(
         cache,
-        k=put(cache.k, to_storage(k, cache.kv_dtype), layer, page, place),
-        v=put(cache.v, to_storage(v, cache.kv_dtype), layer, page, place),
-        index=put(cache.index, to_storage(block_key, cache.index_dtype), layer, block_page, block_place),
+        k=put(cache.k, storage.encode(k, cache.kv_dtype), layer, page, place),
+        v=put(cache.v, storage.encode(v, cache.kv_dtype), layer, page, place),
+        index=put(cache.index, storage.encode(block_key, cache.index_dtype), layer, block_page, block_place),
         ring_keys=put(cache.ring_keys, ring_keys, layer, ring_row),
         ring_positions=put(cache.ring_positions, ring_positions, layer, ring_row),
         faults=cache.faults + jnp.stack([dropped, stale]),
