@@ -17,7 +17,7 @@ from conftest import PLATFORM
 from jaxcp import LogBase, native
 from jaxcp.exchange import fused
 from jaxcp.exchange.spec import ExchangeSpec
-from jaxcp.native.library import Config
+from jaxcp.native.workspace_library import Config
 
 pytestmark = [
     pytest.mark.gpu,

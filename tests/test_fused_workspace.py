@@ -22,7 +22,7 @@ from jaxcp.errors import BackendError, BuildError, JaxcpError
 from jaxcp.exchange import flashinfer, fused, workspace
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.native import compiler
-from jaxcp.native.library import Library
+from jaxcp.native.workspace_library import WorkspaceLibrary
 from jaxcp.topology import Topology
 
 pytestmark = on_several_gpus
@@ -208,7 +208,7 @@ def meeting(monkeypatch, hosts):
     monkeypatch.setattr(workspace.agree, "together", together)
 
 
-class Unloaded(Library):
+class Unloaded(WorkspaceLibrary):
     def __init__(self):
         self.protocol_version = 1
 

@@ -14,8 +14,8 @@ import pytest
 from conftest import PLATFORM
 
 from jaxcp import native
-from jaxcp.errors import BackendError, BuildError
-from jaxcp.native import builder, compiler, library
+from jaxcp.errors import BackendError, BuildError, JaxcpError
+from jaxcp.native import builder, compiler, registry
 
 TINY = {"cpu": ("tiny.cc",), "cuda": ("tiny.cc", "tiny.cu")}
 
@@ -235,11 +235,11 @@ def test_jaxlib_replaced_under_the_process(tiny, monkeypatch):
 def test_a_library_of_another_build(cache, tiny):
     path = native.build("cpu")
     with pytest.raises(BuildError, match=r"was built as .*; expected 0123.*Delete the file"):
-        library.Library(path, "cpu", "0123")
+        native.Library(path, "cpu", "0123")
     other = cache / "other.so"  # not `path`: it is mapped now
     other.write_bytes(b"not a library")
     with pytest.raises(BuildError, match="does not load"):
-        library.Library(other, "cpu", "0123")
+        native.Library(other, "cpu", "0123")
 
 
 # Importing and loading.
@@ -261,49 +261,49 @@ def test_kernels_without_code_for_the_gpu(monkeypatch):
     class Gpu:
         local_hardware_id, compute_capability, platform = 0, "10.0", "gpu"
 
-    class WithoutCode(library.Library):
+    class WithoutCode(native.Library):
         path = "lib.so"
 
         def __init__(self):
             pass
 
         def preload(self, device):
-            raise library.JaxcpError("no kernel image is available for execution on the device")
+            raise JaxcpError("no kernel image is available for execution on the device")
 
     with pytest.raises(
         BuildError,
         match=r"no kernel image.*expected code for sm_100a.*architectures including "
         "'sm_100a'",
     ):
-        library._preload(WithoutCode(), Gpu())
+        registry._preload(WithoutCode(), Gpu())
 
 
 @pytest.fixture
 def registered(monkeypatch):
     """(target, platform) of what is registered meanwhile, without XLA; the "cpu" library stands in for the GPU's."""
-    loaded, found = library.load("cpu"), []
-    monkeypatch.setattr(library, "_targets", {})
+    loaded, found = registry.load("cpu"), []
+    monkeypatch.setattr(registry, "_targets", {})
     monkeypatch.setattr(
         jax.ffi, "register_ffi_target", lambda symbol, capsule, platform: found.append((symbol, platform))
     )
     monkeypatch.setattr(builder, "recipe", lambda variant: types.SimpleNamespace(key=""))
     monkeypatch.setattr(builder, "ensure", lambda wanted: Path())
-    monkeypatch.setattr(library, "Library", lambda path, variant, key: loaded)
-    monkeypatch.setattr(library, "HANDLERS", {"cuda": ("jaxcp_fused",), "flashinfer": ("jaxcp_compile_only",)})
-    monkeypatch.setattr(library, "_preload", lambda library, device: None)
+    monkeypatch.setattr(registry, "WorkspaceLibrary", lambda path, variant, key: loaded)
+    monkeypatch.setattr(registry, "HANDLERS", {"cuda": ("jaxcp_fused",), "flashinfer": ("jaxcp_compile_only",)})
+    monkeypatch.setattr(registry, "_preload", lambda library, device: None)
     return found
 
 
 def test_a_process_that_compiled_for_a_compile_only_mesh_cannot_run(registered):
-    library.register_compile_only.__wrapped__()
+    registry.register_compile_only.__wrapped__()
     with pytest.raises(BackendError, match=r"registered jaxcp_fused for a compile-only mesh.*another process"):
-        library.load.__wrapped__("cuda")
+        registry.load.__wrapped__("cuda")
     assert registered == [("jaxcp_fused", "CUDA"), ("jaxcp_compile_only", "CUDA")]
 
 
 def test_a_process_that_runs_can_compile_for_a_compile_only_mesh(registered):
-    library.load.__wrapped__("cuda")
-    library.register_compile_only.__wrapped__()
+    registry.load.__wrapped__("cuda")
+    registry.register_compile_only.__wrapped__()
     assert registered == [("jaxcp_fused", "CUDA"), ("jaxcp_compile_only", "CUDA")]
 
 
@@ -312,7 +312,7 @@ def test_a_process_that_runs_can_compile_for_a_compile_only_mesh(registered):
 def test_the_gpu_library_compiles():
     """For Hopper and Blackwell, into the user's cache: only a change of the sources costs its minute again."""
     wanted = builder.recipe("cuda", architectures=("sm_90a", "sm_100a"))
-    loaded = library.Library(builder.ensure(wanted), "cuda", wanted.key)
+    loaded = native.WorkspaceLibrary(builder.ensure(wanted), "cuda", wanted.key)
     assert loaded.protocol_version >= 1
-    for symbol in library.HANDLERS["cuda"]:
+    for symbol in registry.HANDLERS["cuda"]:
         loaded.capsule(symbol)

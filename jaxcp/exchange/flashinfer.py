@@ -22,7 +22,7 @@ from jaxcp.exchange.resident import WorkspaceEngine
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.exchange.workspace import Workspace
 from jaxcp.lse import Partial
-from jaxcp.native.library import register_compile_only
+from jaxcp.native.registry import register_compile_only
 from jaxcp.topology import Topology
 
 TARGET = "jaxcp_flashinfer"
@@ -101,7 +101,7 @@ class Engine(WorkspaceEngine):
         """Nothing to check: the kernel's waits do not end."""
 
 
-def load(**options) -> native.Library:
+def load(**options) -> native.WorkspaceLibrary:
     """The library with FlashInfer's kernel; see `native.load`.
 
     Raises:

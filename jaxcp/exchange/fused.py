@@ -22,7 +22,7 @@ from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.exchange.workspace import Workspace, absent_processes, hosts_of
 from jaxcp.lse import LogBase, Partial
 from jaxcp.native import compiler
-from jaxcp.native.library import register_compile_only
+from jaxcp.native.registry import register_compile_only
 from jaxcp.topology import Topology
 
 MAX_RANKS = 64

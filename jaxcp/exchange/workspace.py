@@ -28,7 +28,7 @@ import jax
 from jaxcp.errors import BackendError, JaxcpError, PeerTimeoutError
 from jaxcp.exchange import agree, watcher
 from jaxcp.exchange.spec import ExchangeSpec
-from jaxcp.native.library import Config, Library
+from jaxcp.native.workspace_library import Config, WorkspaceLibrary
 from jaxcp.topology import Topology
 
 FIRST_CALL_FACTOR = 10
@@ -103,7 +103,9 @@ class Workspace:
       configs: one per local rank.
     """
 
-    def __init__(self, topology: Topology, spec: ExchangeSpec, library: Library, timeout_s: float, *, name: str):
+    def __init__(
+        self, topology: Topology, spec: ExchangeSpec, library: WorkspaceLibrary, timeout_s: float, *, name: str
+    ):
         """Collective over all processes of the job.
 
         Args:
@@ -276,7 +278,7 @@ _MAPS, _BLOCKS = ("synchronize", "detach"), ("destroy",)
 _EVERYTHING = _MAPS + _BLOCKS
 
 
-def _free(library: Library, configs: list[Config], steps: tuple[str, ...]) -> None:
+def _free(library: WorkspaceLibrary, configs: list[Config], steps: tuple[str, ...]) -> None:
     """Takes each of `steps` for all ranks before the next: a rank still in a call writes into its peers' blocks."""
     for step, config in itertools.product(steps, configs):
         try:

@@ -5,4 +5,5 @@ from jaxcp.native.builder import build as build
 from jaxcp.native.builder import cache_folder as cache_folder
 from jaxcp.native.builder import source_folder as source_folder
 from jaxcp.native.library import Library as Library
-from jaxcp.native.library import load as load
+from jaxcp.native.registry import load as load
+from jaxcp.native.workspace_library import WorkspaceLibrary as WorkspaceLibrary

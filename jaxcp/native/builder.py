@@ -26,13 +26,14 @@ import jaxlib.version
 from jaxcp.errors import BuildError, invalid
 from jaxcp.native import compiler as compilers
 
-_COMMON = ("workspace.cc", "workspace_api.cc")
+_COMMON = ("build_key.cc", "workspace.cc", "workspace_api.cc")
 SOURCES = {
     "cpu": (*_COMMON, "fused_block.cc", "memory_host.cc", "ffi_cpu.cc"),
     "cuda": (*_COMMON, "fused_block.cc", "memory_cuda.cc", "exchange.cu", "ffi_cuda.cc", "ffi_simulated.cc"),
     "flashinfer": (*_COMMON, "flashinfer_block.cc", "memory_cuda.cc", "flashinfer.cu", "ffi_flashinfer.cc"),
+    "qsa": ("build_key.cc", "qsa/preload.cc"),
 }
-"""Translation units of each library. "cpu" needs no CUDA: it is the host twin of the kernels."""
+"""Translation units of each library. "cpu" needs no CUDA: it is the host twin of the exchange kernels."""
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 """GPU architectures the kernels are compiled for in CI; others can be asked for."""
@@ -64,11 +65,17 @@ class Recipe:
         """Hex digest over sources, compiler, jaxlib and architecture; names the cached file."""
         digest = hashlib.sha256()
         for file in sorted(source_folder().rglob("*")):
-            if file.is_file() and not (self.variant == "cpu" and file.suffix in (".cu", ".cuh")):
-                digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+            if file.is_file() and self._uses(file):
+                digest.update(str(file.relative_to(source_folder())).encode() + b"\0" + file.read_bytes() + b"\0")
         facts = (self.variant, self.compiler.version, jaxlib.version.__version__, self.stamp, *self.command)
         digest.update("\0".join(facts).encode())
         return digest.hexdigest()[:16]
+
+    def _uses(self, file: Path) -> bool:
+        """Whether the library may depend on a source file; those of QSA are nobody else's."""
+        if self.variant == "cpu" and file.suffix in (".cu", ".cuh"):
+            return False
+        return file.parent.name != "qsa" or any(source.startswith("qsa/") for source in SOURCES[self.variant])
 
     @property
     def command(self) -> list[str]:
@@ -85,7 +92,7 @@ class Recipe:
     def compile_command(self, source: str, output: Path) -> list[str]:
         """Command line that compiles one translation unit to the object `output`."""
         key = f'-DJAXCP_BUILD_KEY="{self.key}"'
-        return [*self.command, key, "-c", str(source_folder() / source), "-o", str(output)]
+        return [*self.command, key, "-I", str(source_folder()), "-c", str(source_folder() / source), "-o", str(output)]
 
     def link_command(self, objects: Sequence[Path], output: Path) -> list[str]:
         """Command line that links the objects to the library `output`."""
@@ -116,7 +123,7 @@ def recipe(
     """What would be built: compilers found, architectures checked, nothing compiled.
 
     Args:
-      variant: "cpu", "cuda" or "flashinfer".
+      variant: a name in `SOURCES`.
       architectures: for the GPU libraries; those of the GPUs present if None.
       nvcc: path of nvcc; searched if None.
       cxx: path of the host compiler; searched if None.
@@ -142,7 +149,7 @@ def build(variant: str, **options) -> Path:
     """Path of the built library; compiles it on the first call for its key.
 
     Args:
-      variant: "cpu" (g++ alone), "cuda" or "flashinfer".
+      variant: a name in `SOURCES`; "cpu" needs a host compiler alone.
       options: see `recipe`.
 
     Raises:
@@ -234,7 +241,7 @@ def _compile(wanted: Recipe, target: Path) -> None:
     _progress(f"jaxcp: building the {wanted.variant} library{names} with {wanted.compiler.path} ...")
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = [Path(folder) / f"{source}.o" for source in SOURCES[wanted.variant]]
+            objects = [Path(folder) / f"{source.replace('/', '-')}.o" for source in SOURCES[wanted.variant]]
             list(
                 pool.map(
                     lambda source, output: _run(wanted, wanted.compile_command(source, output)),

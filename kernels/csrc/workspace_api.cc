@@ -35,7 +35,6 @@ std::shared_ptr<Workspace> find(const Config* config) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-const char* jaxcp_build_key() { return JAXCP_BUILD_KEY; }
 uint32_t jaxcp_protocol_version() { return jaxcp::block::version(); }
 uint64_t jaxcp_workspace_bytes(const Config* config) { return jaxcp::block::bytes(*config); }
 

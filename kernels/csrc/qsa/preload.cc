@@ -1,0 +1,9 @@
+// Loads every kernel of the QSA library on a device before its first use: a lazy load waits for kernels that are running,
+// and an exchange's kernel may be waiting for a peer.
+#include "device.h"
+
+#pragma GCC visibility push(default)
+extern "C" const char* jaxcp_preload(int32_t device) {
+  return jaxcp::loaded(device, [] { return cudaSuccess; });
+}
+#pragma GCC visibility pop
