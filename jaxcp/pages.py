@@ -95,7 +95,10 @@ def checked_page_table(page_table: Any, pages: int, requests: int) -> np.ndarray
     outside = table[(table < 0) | (table >= pages)]
     if outside.size:
         raise invalid(
-            "page_table", outside[0], f"ids in [1, {pages}), 0 for no page", "Widened page g is page g of every rank."
+            "page_table",
+            outside[0],
+            f"ids in [1, {pages}), 0 for no page",
+            "Page ids index the pool.",
         )
     for request, row in enumerate(table):
         ids, times = np.unique(row[row > 0], return_counts=True)

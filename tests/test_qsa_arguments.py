@@ -56,9 +56,10 @@ def test_the_released_config():
         ({"kv_dtype": "float32"}, TypeError, "kv_dtype"),
         ({"index_dtype": "float8_e5m2"}, TypeError, "index_dtype"),
         ({"page_table": [[1, 2]]}, ValueError, "page_table"),
-        ({"page_table": [[1, 9], [2, 3], [4, 5]]}, ValueError, "page 9; expected pages 1 … 8"),
-        ({"page_table": [[1, -1], [2, 3], [4, 5]]}, ValueError, "page -1"),
-        ({"page_table": [[1.0], [2.0], [3.0]]}, ValueError, "page_table"),
+        ({"page_table": [[1, 9], [2, 3], [4, 5]]}, ValueError, r"page_table: got 9; expected ids in \[1, 9\)"),
+        ({"page_table": [[1, -1], [2, 3], [4, 5]]}, ValueError, "page_table: got -1"),
+        ({"page_table": [[1, 1], [2, 3], [4, 5]]}, ValueError, "page 1 twice for request 0"),
+        ({"page_table": [[1.0], [2.0], [3.0]]}, TypeError, "page_table"),
     ],
 )
 def test_init_cache(options, error, match):

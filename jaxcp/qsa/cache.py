@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxcp.errors import CacheOverflowError, StaleCacheError, invalid
 from jaxcp.layout import positive_int
+from jaxcp.pages import checked_page_table, even_page_table
 from jaxcp.qsa.config import QSAConfig
 from jaxcp.qsa.params import model_dtype
 from jaxcp.storage import E4M3, page_dtype
@@ -95,7 +96,8 @@ class Cache:
 
     def with_page_table(self, page_table: Any) -> "Cache":
         """The same cache with another table of pages: host integers [requests, pages_per_request], 0 for "no page"."""
-        return dataclasses.replace(self, page_table=_checked_table(page_table, self.requests, self.k.shape[1]))
+        table = checked_page_table(page_table, self.k.shape[1], self.requests)
+        return dataclasses.replace(self, page_table=jax.device_put(table))
 
 
 def init_cache(
@@ -142,7 +144,7 @@ def init_cache(
     dtype = model_dtype("dtype", dtype)
     kv_dtype, index_dtype = (_stored("kv_dtype", kv_dtype, dtype), _stored("index_dtype", index_dtype, dtype))
     if page_table is None:
-        page_table = _even_table(requests, pages)
+        page_table = even_page_table(pages, requests)
     blocks, ring = page_size // config.ratio, config.ratio - 1 + tokens
     rows = (layers, pages, page_size, config.kv_heads, config.head_dim)
     return Cache(
@@ -151,7 +153,7 @@ def init_cache(
         index=jnp.zeros((layers, pages, blocks, config.index_dim), page_dtype(index_dtype)),
         ring_keys=jnp.zeros((layers, 1 + requests, ring, config.index_dim), dtype),
         ring_positions=jnp.full((layers, 1 + requests, ring, 4), -1, jnp.int32),
-        page_table=_checked_table(page_table, requests, pages),
+        page_table=jax.device_put(checked_page_table(page_table, pages, requests)),
         faults=jnp.zeros(2, jnp.int32),
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -199,31 +201,3 @@ def _stored(name: str, dtype: Any, default: jnp.dtype) -> jnp.dtype:
     if dtype not in (default, E4M3):
         raise invalid(name, dtype, f"{default} (the layer's) or {E4M3}", "Other dtypes are not stored.", TypeError)
     return dtype
-
-
-def _even_table(requests: int, pages: int) -> np.ndarray:
-    each = (pages - 1) // requests
-    if not each:
-        raise invalid(
-            "pages", pages, f"at least {requests + 1}: the dump and one per request", "Give the cache more pages."
-        )
-    return 1 + np.arange(requests * each).reshape(requests, each)
-
-
-def _checked_table(page_table: Any, requests: int, pages: int) -> jax.Array:
-    table = np.asarray(page_table)
-    if table.ndim != 2 or table.shape[0] != requests or not table.shape[1] or table.dtype.kind not in "iu":
-        raise invalid(
-            "page_table",
-            f"{table.dtype} {table.shape}",
-            f"integers [{requests}, pages_per_request]",
-            "One row per request.",
-        )
-    if table.min() < 0 or table.max() >= pages:
-        raise invalid(
-            "page_table",
-            f"page {table.min() if table.min() < 0 else table.max()}",
-            f"pages 1 … {pages - 1}, or 0 for none",
-            "Page ids index the pool.",
-        )
-    return jax.device_put(table.astype(np.int32))

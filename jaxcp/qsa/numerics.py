@@ -39,11 +39,6 @@ def precision(dtype) -> lax.Precision | None:
     return None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
 
 
-def contract(equation: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
-    """einsum of two operands of one dtype, accumulated and returned in float32 (float64 for float64)."""
-    return jnp.einsum(equation, a, b, precision=precision(a.dtype), preferred_element_type=accumulation_dtype(a.dtype))
-
-
 def linear(x: Float[Array, "... inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "... outputs"]:
     """x W^T in x's dtype; weights are stored as in the checkpoint, [outputs, inputs]."""
     return jnp.einsum("...i,oi->...o", x, weight, precision=precision(x.dtype))

@@ -16,10 +16,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxcp import storage
+from jaxcp.products import contract
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.config import QSAConfig
 from jaxcp.qsa.indexing import quotient, remainder, take
-from jaxcp.qsa.numerics import contract
 from jaxcp.qsa.queries import Queries, in_steps, scratch_rows
 from jaxcp.qsa.segments import tiles_of
 

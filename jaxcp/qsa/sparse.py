@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxcp import storage
 from jaxcp.lse import LogBase, Partial
+from jaxcp.products import contract
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.config import QSAConfig
 from jaxcp.qsa.indexing import quotient, remainder, take
-from jaxcp.qsa.numerics import contract, narrow, widen
+from jaxcp.qsa.numerics import narrow, widen
 from jaxcp.qsa.queries import Queries, in_steps
 from jaxcp.qsa.selection import token_rows
 
