@@ -1,64 +1,11 @@
-"""Which rank owns which token.
-
-`Interleave` is decode's layout: within each request, `granularity` consecutive tokens go to a rank before the next rank
-takes over. The newest token's owner rotates, and any suffix of a request is balanced to one granule.
-
-Every formula accepts host integers (int or numpy, checked, numpy int32 out) and traced or device arrays (unchecked,
-int32 out); both run the same code.
-"""
+"""Decode's token layout: tokens of each request are dealt out to the ranks, a granule at a time."""
 
 import dataclasses
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxcp.errors import invalid
-
-INT32_MAX = np.iinfo(np.int32).max
-
-Ints = Any
-"""int, numpy integer array (host: checked) or jax.Array (unchecked)."""
-
-
-def _is_traced(*values: Ints) -> bool:
-    return any(isinstance(v, jax.Array) for v in values)
-
-
-def _integers(name: str, value: Ints, low: int = 0, high: int = INT32_MAX) -> np.ndarray:
-    """Host integers as int64 (so that products cannot wrap), every one inside [low, high]."""
-    array = np.asarray(value)
-    if array.dtype.kind not in "iu" and array.size:
-        raise invalid(name, f"dtype {array.dtype}", "integers", "Lengths and positions are token counts.", TypeError)
-    array = array.astype(np.int64)
-    outside = (array < low) | (array > high)
-    if outside.any():
-        raise invalid(
-            name,
-            array[outside].flat[0],
-            f"{low} <= {name} <= {high}",
-            "Lengths and positions fit int32 and start at 0.",
-        )
-    return array
-
-
-def _prepare(**values: Ints) -> tuple[Any, ...]:
-    """(array module, values...): numpy and checked unless a value lives on a device or is traced."""
-    if _is_traced(*values.values()):
-        return jnp, *(jnp.asarray(v, jnp.int32) for v in values.values())
-    return np, *(_integers(name, v) for name, v in values.items())
-
-
-def _int32(xp, value):
-    return value.astype(xp.int32)
-
-
-def positive_int(name: str, value: Any) -> int:
-    """`value` as an int >= 1, or the error that names the argument."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise invalid(name, repr(value), "an integer >= 1", f"Give {name} as a positive count.")
-    return int(value)
+from jaxcp.layout.integers import Ints, host_integers, int32, positive_int, prepare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,43 +37,43 @@ class Interleave:
 
     def owner(self, position: Ints):
         """Rank that stores each position; int32, shape of `position`."""
-        xp, p = _prepare(position=position)
-        return _int32(xp, p // self.granularity % self.cp)
+        xp, p = prepare(position=position)
+        return int32(xp, p // self.granularity % self.cp)
 
     def local_index(self, position: Ints):
         """Index of each position among the tokens its owner holds of the request; int32."""
-        xp, p = _prepare(position=position)
-        return _int32(xp, p // self.cycle * self.granularity + p % self.granularity)
+        xp, p = prepare(position=position)
+        return int32(xp, p // self.cycle * self.granularity + p % self.granularity)
 
     def global_position(self, local_index: Ints, rank: Ints):
         """Position of rank's `local_index`-th token; int32; inverse of `owner` and `local_index`."""
-        xp, j, r = _prepare(local_index=local_index, rank=rank)
+        xp, j, r = prepare(local_index=local_index, rank=rank)
         self._check_rank(r)
         p = j // self.granularity * self.cycle + r * self.granularity + j % self.granularity
         if xp is np:
-            _integers("global_position", p)
-        return _int32(xp, p)
+            host_integers("global_position", p)
+        return int32(xp, p)
 
     def local_length(self, length: Ints, rank: Ints):
         """Tokens of a `length`-token request that `rank` owns; int32.
 
         n_r(L) = (L // (c I)) I + clamp(L mod (c I) - r I, 0, I)
         """
-        xp, L, r = _prepare(length=length, rank=rank)
+        xp, L, r = prepare(length=length, rank=rank)
         self._check_rank(r)
         rest = xp.clip(L % self.cycle - r * self.granularity, 0, self.granularity)
-        return _int32(xp, L // self.cycle * self.granularity + rest)
+        return int32(xp, L // self.cycle * self.granularity + rest)
 
     def local_lengths(self, length: Ints):
         """`local_length` for every rank: int32 [..., cp] for `length` [...]."""
-        xp, L = _prepare(length=length)
+        xp, L = prepare(length=length)
         return self.local_length(L[..., None], xp.arange(self.cp))
 
     def range_length(self, start: Ints, count: Ints, rank: Ints):
         """Tokens of positions [start, start + count) that `rank` owns; int32."""
-        xp, s, n = _prepare(start=start, count=count)
+        xp, s, n = prepare(start=start, count=count)
         if xp is np:
-            _integers("start + count", s + n)
+            host_integers("start + count", s + n)
         return self.local_length(s + n, rank) - self.local_length(s, rank)
 
     def visible_lengths(self, length: Ints, query_tokens: int, rank: Ints):
@@ -137,7 +84,7 @@ class Interleave:
         before the start of the request (L < k) see nothing.
         """
         positive_int("query_tokens", query_tokens)
-        xp, L = _prepare(length=length)
+        xp, L = prepare(length=length)
         bound = L[..., None] - query_tokens + 1 + xp.arange(query_tokens)
         return self.local_length(xp.maximum(bound, 0), rank)
 
@@ -162,7 +109,7 @@ class Interleave:
           page_size: rows per page on one rank.
         """
         width = self.widened(page_size)
-        xp, table, p = _prepare(page_table=page_table, position=position)
+        xp, table, p = prepare(page_table=page_table, position=position)
         if xp is np and p.size and p.max() >= len(table) * width:
             raise invalid(
                 "page_table",
@@ -170,7 +117,7 @@ class Interleave:
                 f"room for position {p.max()}",
                 "Append pages before writing.",
             )
-        return _int32(xp, table[p // width] * width + p % width)
+        return int32(xp, table[p // width] * width + p % width)
 
     def slot_owner(self, slot: Ints):
         """Rank that stores each virtual slot; int32. Equals `owner` of the position, because pages start on a cycle."""
@@ -185,9 +132,9 @@ class Interleave:
 
         Slot 0 up to a cycle is the reserved padding page's and also lands there by construction.
         """
-        xp, v, r, dump = _prepare(slot=slot, rank=rank, dump_row=dump_row)
+        xp, v, r, dump = prepare(slot=slot, rank=rank, dump_row=dump_row)
         self._check_rank(r)
-        return xp.where(self.owner(v) == r, self.physical_row(v), _int32(xp, dump))
+        return xp.where(self.owner(v) == r, self.physical_row(v), int32(xp, dump))
 
     def local_page_table(self, page_table: Ints, length: Ints, rank: Ints, page_size: int):
         """`rank`'s page ids for a request of `length` tokens: int32 [pages], -1 beyond ceil(n_r(L) / page_size).
@@ -199,7 +146,7 @@ class Interleave:
           length: [...], tokens.
         """
         self.widened(page_size)
-        xp, table, L = _prepare(page_table=page_table, length=length)
+        xp, table, L = prepare(page_table=page_table, length=length)
         used = -(-self.local_length(L, rank) // page_size)
         if xp is np and (used > table.shape[-1]).any():
             raise invalid(
@@ -208,9 +155,7 @@ class Interleave:
                 f"at least {used.max()} pages for length {L.max()}",
                 "Allocate more pages or shorten the request.",
             )
-        return xp.where(xp.arange(table.shape[-1]) < xp.asarray(used)[..., None], _int32(xp, table), -1).astype(
-            xp.int32
-        )
+        return xp.where(xp.arange(table.shape[-1]) < xp.asarray(used)[..., None], int32(xp, table), -1).astype(xp.int32)
 
     def _check_rank(self, rank) -> None:
         if isinstance(rank, np.ndarray) and rank.size and rank.max() >= self.cp:
