@@ -3,7 +3,7 @@
 Packed order is one request after another, new tokens only. A layout turns the requests' lengths into a `Split`, which
 knows the rows of every rank. A rank's rows come in `Runs`: neighbouring rows of one request, `stride` tokens apart.
 
-    Zigzag            2c blocks per request; rank r holds block r of every request, then block 2c - 1 - r of every request
+    Zigzag            2c blocks per request; rank r holds block r of each request, then block 2c - 1 - r of each
     PackedInterleave  packed token t is row t div c of rank t mod c, across requests
 
     lengths 8, 4 on two ranks     a0 a1 a2 a3 a4 a5 a6 a7 | b0 b1 b2 b3
