@@ -73,14 +73,16 @@ def generate(
 
 @app.command()
 def demo() -> None:
-    """Decode the same prompt with cp = 1, 2, 3, 8 and every usable backend; fails if a token differs."""
+    """Decode one prompt with cp = 1, 2, 3, 8 and every backend, run a QSA layer over 8K tokens; fails on a difference."""
     from jaxcp import launch
 
     launch.virtual_devices(DEMO_DEVICES)
-    from jaxcp.models import demo
+    from jaxcp.models import demo as decode_demo
+    from jaxcp.qsa import demo as qsa_demo
 
-    if not demo.run():
-        typer.echo("jaxcp: tokens differ", err=True)
+    differ = [what for what, shown in (("tokens", decode_demo), ("QSA rows", qsa_demo)) if not shown.run()]
+    if differ:
+        typer.echo(f"jaxcp: {' and '.join(differ)} differ", err=True)
         raise typer.Exit(1)
 
 

@@ -184,6 +184,9 @@ def test_commands_say_what_they_lack(arguments, message):
 def test_demo_fails_if_a_token_differs(tokens, code, monkeypatch):
     """The comparison itself, with generations that are equal or not."""
     from jaxcp.models import demo
+    from jaxcp.qsa import demo as qsa_demo
+
+    monkeypatch.setattr(qsa_demo, "run", lambda: True)  # has tests of its own
 
     calls = iter([[[1, 2]]] + [[tokens]] * 100)
 
@@ -200,6 +203,17 @@ def test_demo_fails_if_a_token_differs(tokens, code, monkeypatch):
     for backend in ("a2a", "ag_rs", "allgather"):
         assert backend in result.stdout
     assert ("NO" in result.stdout) == bool(code)
+
+
+def test_demo_fails_if_a_qsa_row_differs(monkeypatch):
+    from jaxcp.models import demo
+    from jaxcp.qsa import demo as qsa_demo
+
+    monkeypatch.setattr(demo, "run", lambda: True)
+    monkeypatch.setattr(qsa_demo, "run", lambda: False)
+    result = jaxcp("demo")
+    assert result.exit_code == 1
+    assert result.stderr == "jaxcp: QSA rows differ\n"
 
 
 @pytest.mark.slow
