@@ -5,9 +5,10 @@ the cache whatever lengths a device array holds.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxcp import storage
 from jaxcp.lse import accumulation_dtype
@@ -17,6 +18,40 @@ from jaxcp.qsa.layer import compress
 from jaxcp.qsa.params import Params
 from jaxcp.qsa.rope import table
 from jaxcp.qsa.segments import Rows, Segments, spread
+
+
+class Blocks(NamedTuple):
+    """The blocks that a forward finishes, over a static capacity.
+
+    Attributes:
+      segment: int32 [blocks], whose request the block is of.
+      member: int32 [blocks, ratio], positions of its tokens.
+      row: int32 [blocks, ratio], row of each new token; in range also where there is none.
+      is_new: bool [blocks, ratio], whether the token is of this forward; older ones wait in the ring.
+      exists: bool [blocks].
+    """
+
+    segment: Int[Array, " blocks"]
+    member: Int[Array, "blocks ratio"]
+    row: Int[Array, "blocks ratio"]
+    is_new: Bool[Array, "blocks ratio"]
+    exists: Bool[Array, " blocks"]
+
+
+class Slots(NamedTuple):
+    """What a forward does to the rings of its requests.
+
+    Attributes:
+      ring_row: int32 [segments], rows of the cache's rings.
+      position: int32 [segments, ring], the newest position that belongs into each slot.
+      row: int32 [segments, ring], row of each new token; in range also where there is none.
+      is_new: bool [segments, ring], whether the token is of this forward; the slot is kept otherwise.
+    """
+
+    ring_row: Int[Array, " segments"]
+    position: Int[Array, "segments ring"]
+    row: Int[Array, "segments ring"]
+    is_new: Bool[Array, "segments ring"]
 
 
 def update(
@@ -40,21 +75,100 @@ def update(
       rope: rope positions of the rows.
       rows, segments: of all new tokens; one segment per request.
     """
-    page, place, fits = _locate(cache, rows.request, rows.position)
-    dropped = jnp.sum(segments.count, dtype=jnp.int32) - jnp.sum(fits, dtype=jnp.int32)
-    block_writes, stale = _finished_blocks(params, cache, layer, index_k, rope, segments)
-    ring_row, ring_keys, ring_positions = _ring(cache, layer, index_k, rope, segments)
-    block_page, block_place, block_key = block_writes
-    cache = dataclasses.replace(
+    kept = with_room(cache, rows)
+    cache = write_index(params, count_dropped(cache, kept, segments), layer, index_k, rope, segments)
+    k, v = (storage.encode(x, cache.kv_dtype) for x in (k, v))
+    return write_kv(cache, layer, k, v, kept.request, kept.position), kept
+
+
+def with_room(cache: Cache, rows: Rows) -> Rows:
+    """The rows, those that have no place in the cache turned into padding."""
+    _, _, fits = _locate(cache, rows.request, rows.position)
+    return rows._replace(position=jnp.where(fits, rows.position, -1))
+
+
+def count_dropped(cache: Cache, kept: Rows, segments: Segments) -> Cache:
+    """The cache with the tokens counted that `with_room` turned into padding."""
+    dropped = jnp.sum(segments.count, dtype=jnp.int32) - jnp.sum(kept.real, dtype=jnp.int32)
+    return dataclasses.replace(cache, faults=cache.faults.at[0].add(dropped))
+
+
+def write_kv(
+    cache: Cache,
+    layer: Int[Array, ""],
+    k: Shaped[Array, "rows kv_heads head_dim"],
+    v: Shaped[Array, "rows kv_heads head_dim"],
+    request: Int[Array, " rows"],
+    position: Int[Array, " rows"],
+) -> Cache:
+    """The cache with K and V of these tokens, as stored (`storage.encode`), in any order; padding goes to the dump."""
+    page, place, _ = _locate(cache, request, position)
+    return dataclasses.replace(cache, k=put(cache.k, k, layer, page, place), v=put(cache.v, v, layer, page, place))
+
+
+def write_index(
+    params: Params,
+    cache: Cache,
+    layer: Int[Array, ""],
+    index_k: Float[Array, "rows index_dim"],
+    rope: Int[Array, "3 rows"],
+    segments: Segments,
+) -> Cache:
+    """The cache with the compressed keys of finished blocks, and with the newest raw keys in the rings."""
+    blocks = finished_blocks(params.config.ratio, cache, segments, len(index_k))
+    at = layer, take(_ring_row(cache, segments), blocks.segment)[:, None], remainder(blocks.member, cache.ring)
+    pending = take(cache.ring_positions, *at)
+    keys = jnp.where(blocks.is_new[..., None], take(index_k, blocks.row), take(cache.ring_keys, *at))
+    first = jnp.where(blocks.is_new[:, 0], take(rope.T, blocks.row[:, 0]).T, pending[:, 0, 1:].T)
+    keys = compress(params, keys, table(params.config, first, accumulation_dtype(keys.dtype)))
+    stale = blocks.exists & jnp.any(~blocks.is_new & (pending[..., 0] != blocks.member), axis=1)
+    cache = dataclasses.replace(cache, faults=cache.faults.at[1].add(jnp.sum(stale, dtype=jnp.int32)))
+    cache = put_blocks(cache, layer, keys, blocks, segments)
+    slots = ring_slots(cache, segments)
+    return put_ring(cache, layer, take(index_k, slots.row), slots, rope)
+
+
+def finished_blocks(ratio: int, cache: Cache, segments: Segments, rows: int) -> Blocks:
+    """The blocks that end in a forward of `rows` rows."""
+    start, end = jnp.maximum(segments.prefix, 0), jnp.maximum(segments.total, 0)
+    begun = quotient(start, ratio)
+    owner, nth, exists = spread(jnp.maximum(quotient(end, ratio) - begun, 0), rows // ratio + len(start))
+    member = ((take(begun, owner) + nth) * ratio)[:, None] + jnp.arange(ratio, dtype=jnp.int32)
+    offset = member - take(start, owner)[:, None]
+    row = take(segments.first_row, owner)[:, None] + jnp.maximum(offset, 0)  # past the last row only where none exists
+    return Blocks(owner, member, row, offset >= 0, exists)
+
+
+def put_blocks(cache: Cache, layer, keys: Float[Array, "blocks index_dim"], blocks: Blocks, segments) -> Cache:
+    """The cache with these compressed keys."""
+    position = jnp.where(blocks.exists, blocks.member[:, 0], -1)
+    page, place, _ = _locate(cache, take(segments.request, blocks.segment), position)
+    place = quotient(place, cache.page_size // cache.blocks_per_page)
+    keys = storage.encode(keys, cache.index_dtype)
+    return dataclasses.replace(cache, index=put(cache.index, keys, layer, page, place))
+
+
+def ring_slots(cache: Cache, segments: Segments) -> Slots:
+    """Which token each slot of the requests' rings holds after the forward."""
+    last = segments.total[:, None] - 1
+    slot = jnp.arange(cache.ring, dtype=jnp.int32)
+    position = last - remainder(last - slot + cache.ring, cache.ring)
+    offset = position - segments.prefix[:, None]
+    row = segments.first_row[:, None] + jnp.maximum(offset, 0)  # past the last row only where nothing is new
+    return Slots(_ring_row(cache, segments), position, row, (offset >= 0) & (position >= 0))
+
+
+def put_ring(cache: Cache, layer, keys: Float[Array, "segments ring index_dim"], slots: Slots, rope) -> Cache:
+    """The cache with `keys` in the slots whose token is new, and with their positions."""
+    is_new = slots.is_new[..., None]
+    positions = jnp.concatenate([slots.position[..., None], take(rope.T, slots.row)], -1)
+    keys = jnp.where(is_new, keys, take(cache.ring_keys, layer, slots.ring_row))
+    positions = jnp.where(is_new, positions, take(cache.ring_positions, layer, slots.ring_row))
+    return dataclasses.replace(
         cache,
-        k=put(cache.k, storage.encode(k, cache.kv_dtype), layer, page, place),
-        v=put(cache.v, storage.encode(v, cache.kv_dtype), layer, page, place),
-        index=put(cache.index, storage.encode(block_key, cache.index_dtype), layer, block_page, block_place),
-        ring_keys=put(cache.ring_keys, ring_keys, layer, ring_row),
-        ring_positions=put(cache.ring_positions, ring_positions, layer, ring_row),
-        faults=cache.faults + jnp.stack([dropped, stale]),
+        ring_keys=put(cache.ring_keys, keys, layer, slots.ring_row),
+        ring_positions=put(cache.ring_positions, positions, layer, slots.ring_row),
     )
-    return cache, rows._replace(position=jnp.where(fits, rows.position, -1))
 
 
 def _locate(cache: Cache, request, position) -> tuple[Int[Array, " n"], Int[Array, " n"], Bool[Array, " n"]]:
@@ -63,42 +177,6 @@ def _locate(cache: Cache, request, position) -> tuple[Int[Array, " n"], Int[Arra
     request, position = jnp.where(known, request, 0), jnp.where(known, position, 0)
     page = jnp.where(known, take(cache.page_table, request, quotient(position, cache.page_size)), 0)
     return page, jnp.where(page > 0, remainder(position, cache.page_size), 0), page > 0
-
-
-def _finished_blocks(params: Params, cache: Cache, layer, index_k, rope, segments: Segments):
-    """((page, place, key) of the blocks that end in this forward, how many of them lack their first keys)."""
-    ratio, total_rows = params.config.ratio, len(index_k)
-    start, end = jnp.maximum(segments.prefix, 0), jnp.maximum(segments.total, 0)
-    begun = quotient(start, ratio)
-    owner, nth, exists = spread(jnp.maximum(quotient(end, ratio) - begun, 0), total_rows // ratio + len(start))
-    first = (take(begun, owner) + nth) * ratio
-    member = first[:, None] + jnp.arange(ratio, dtype=jnp.int32)
-    offset = member - take(start, owner)[:, None]
-    is_new = offset >= 0
-    row = take(segments.first_row, owner)[:, None] + jnp.maximum(offset, 0)  # past the last row only where none exists
-    at = layer, take(_ring_row(cache, segments), owner)[:, None], remainder(member, cache.ring)
-    pending = take(cache.ring_positions, *at)
-    keys = jnp.where(is_new[..., None], take(index_k, row), take(cache.ring_keys, *at))
-    rope_first = jnp.where(is_new[:, 0], take(rope.T, row[:, 0]).T, pending[:, 0, 1:].T)
-    key = compress(params, keys, table(params.config, rope_first, accumulation_dtype(keys.dtype)))
-    stale = exists & jnp.any(~is_new & (pending[..., 0] != member), axis=1)
-    page, place, _ = _locate(cache, take(segments.request, owner), jnp.where(exists, first, -1))
-    return (page, quotient(place, ratio), key), jnp.sum(stale, dtype=jnp.int32)
-
-
-def _ring(cache: Cache, layer, index_k, rope, segments: Segments):
-    """Ring rows to write, and their whole new contents: the newest position of each slot, kept or new."""
-    last = segments.total[:, None] - 1
-    slot = jnp.arange(cache.ring, dtype=jnp.int32)
-    position = last - remainder(last - slot + cache.ring, cache.ring)
-    offset = position - segments.prefix[:, None]
-    is_new = (offset >= 0) & (position >= 0)
-    row = segments.first_row[:, None] + jnp.maximum(offset, 0)  # past the last row only where nothing is new
-    ring_row = _ring_row(cache, segments)
-    new_positions = jnp.concatenate([position[..., None], take(rope.T, row)], -1)
-    keys = jnp.where(is_new[..., None], take(index_k, row), take(cache.ring_keys, layer, ring_row))
-    positions = jnp.where(is_new[..., None], new_positions, take(cache.ring_positions, layer, ring_row))
-    return ring_row, keys, positions
 
 
 def _ring_row(cache: Cache, segments: Segments) -> Int[Array, " segments"]:
