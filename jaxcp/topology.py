@@ -5,6 +5,7 @@ and compile-only ones (devices that can only be compiled for).
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ class Topology:
       platform: "gpu", "cpu", ...; "abstract" for an abstract mesh that names no device kind.
       device_kind: what the devices call themselves, e.g. "NVIDIA H200"; "" if unknown.
       compute_capability: (major, minor) of the least capable CUDA device, or None.
+      axes: (name, size) of all axes of the mesh, in its order.
     """
 
     axis_name: str
@@ -33,6 +35,7 @@ class Topology:
     platform: str
     device_kind: str
     compute_capability: tuple[int, int] | None
+    axes: tuple[tuple[str, int], ...]
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh, axis_name: str) -> "Topology":
@@ -60,11 +63,12 @@ class Topology:
         size = mesh.shape[axis_name]
         if isinstance(mesh, AbstractMesh):
             platform, kind = _abstract_device(mesh)
-            return cls(axis_name, size, (), platform, kind, None)
+            return cls(axis_name, size, (), platform, kind, None, tuple(mesh.shape.items()))
         by_rank = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1).reshape(-1, size)
         groups = tuple(tuple(row) for row in by_rank)
         first = groups[0][0]
-        return cls(axis_name, size, groups, first.platform, first.device_kind, _least_capability(groups))
+        capability, axes = _least_capability(groups), tuple(mesh.shape.items())
+        return cls(axis_name, size, groups, first.platform, first.device_kind, capability, axes)
 
     @property
     def devices(self) -> tuple[Any, ...]:
@@ -98,6 +102,17 @@ class Topology:
             for r, device in enumerate(group)
             if self.is_local(device)
         )
+
+    @property
+    def strides(self) -> dict[str, tuple[int, int]]:
+        """(stride, size) of every axis: how far a step along it moves in the mesh's row-major order of devices."""
+        sizes = [size for _, size in self.axes]
+        return {name: (math.prod(sizes[i + 1 :]), size) for i, (name, size) in enumerate(self.axes)}
+
+    def place(self, group: int, rank: int) -> int:
+        """Where rank `rank` of group `group` stands in the mesh's row-major order of devices."""
+        stride, size = self.strides[self.axis_name]
+        return group // stride * stride * size + rank * stride + group % stride
 
     def __str__(self) -> str:
         kind = f" ({self.device_kind})" if self.device_kind else ""

@@ -29,7 +29,7 @@ def token_sources(hlo: str, target: str = "jaxcp_fused") -> list[str | None]:
     table, calls = instructions(hlo), exchanges(hlo, target)
     sources = []
     for call in calls:
-        token = table[call][2][-1]
+        token = table[call][2][2]
         shape, opcode, operands, rest = table[token]
         linked = opcode == "get-tuple-element" and operands[0] in calls and "index=1" in rest
         assert shape.startswith("u32[1]"), f"{call} takes a token of {shape}"

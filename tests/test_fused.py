@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcp import LogBase, Partial
+from jaxcp.errors import TopologyError
 from jaxcp.exchange import fused
 
 pytestmark = on_several_gpus
@@ -320,3 +321,42 @@ def test_two_programs_alternate_ten_thousand_times():
                 np.testing.assert_array_equal(np.asarray(merged).view(np.uint16), expected)
     one.check()
     two.check()
+
+
+@needs_peers
+@pytest.mark.parametrize("manual", [("data", "cp"), ("cp",)], ids="-".join)
+@pytest.mark.parametrize("order", ["ranks swapped", "groups swapped"])
+def test_a_program_whose_mesh_orders_the_devices_otherwise(order, manual):
+    """Who is whose peer is in the exchange's mesh; a program of another one reports it instead of mixing up heads.
+
+    Where the program leaves an axis to the compiler it does not know its place along that axis: ranks are compared.
+    """
+    if RANKS < 4:
+        pytest.skip("needs four devices")
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    exchange = exchange_of(cp=2, mesh=Mesh(devices, ("data", "cp")))
+    other = Mesh(devices[:, ::-1] if order == "ranks swapped" else devices[[1, 0]], ("data", "cp"))
+    o, lse = partials(exchange, 3)
+    spec = P("cp")
+    program = jax.jit(
+        jax.shard_map(
+            lambda o, lse: exchange(Partial(o[0], lse[0], TWO))[None],
+            mesh=other, in_specs=spec, out_specs=spec, axis_names=set(manual), check_vma=False,
+        )
+    )  # fmt: skip
+    got = np.asarray(program(o, lse))
+    if order == "groups swapped" and manual == ("cp",):
+        exchange.check()
+        assert_merged(exchange, got, o, lse)
+        return
+    assert np.isnan(got.astype(np.float32)).all()
+    with pytest.raises(TopologyError, match=r"mesh puts rank 0's device at place \d, the exchange's mesh at place \d"):
+        exchange.check()
+    exchange.reset()
+    right = jax.jit(
+        jax.shard_map(
+            lambda o, lse: exchange(Partial(o[0], lse[0], TWO))[None],
+            mesh=exchange.mesh, in_specs=spec, out_specs=spec, axis_names=set(manual), check_vma=False,
+        )
+    )  # fmt: skip
+    assert_merged(exchange, right(o, lse), o, lse)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import PLATFORM
+from jax.experimental.compute_on import compute_on
 
 from jaxcp import LogBase, native
 from jaxcp.exchange import fused
@@ -39,8 +40,8 @@ class SimulatedExchange:
         timeout_ns = int(timeout_s * 1e9)
         self.configs = [
             Config(
-                exchange=self.number, device=0, rank=rank, cp=cp, heads=heads, head_dim=head_dim,
-                max_tokens=max_tokens, dtype={"bfloat16": 0, "float16": 1}[dtype],
+                exchange=self.number, device=0, place=rank, rank=rank, cp=cp, heads=heads, head_dim=head_dim,
+                max_tokens=max_tokens, dtype={"bfloat16": 0, "float16": 1, "float32": 2}[dtype],
                 timeout_ns=timeout_ns, first_timeout_ns=timeout_ns,
             )
             for rank in range(cp)
@@ -52,11 +53,15 @@ class SimulatedExchange:
                 if peer.rank != config.rank:
                     self.library.attach(config, peer)
 
-    def __call__(self, o, lse, base=LogBase.TWO):
+    def __call__(self, o, lse, base=LogBase.TWO, places=None):
+        """`places`: of the ranks in the program's mesh, if it is not the exchange's."""
         cp, tokens = o.shape[:2]
         rows = (cp, tokens, self.spec.heads_per_rank)
         results = [((*rows, self.spec.head_dim), o.dtype), (rows, jnp.float32)]
-        return fused.custom_call("jaxcp_fused_simulated", results, (o, lse), self.number, next(self.sites), base)
+        places = jnp.asarray(range(cp) if places is None else places, jnp.uint32)
+        attributes = {"base": np.int64(fused.BASES[base]), "axes": np.array([1, cp])}
+        call = (self.number, next(self.sites), (places,))
+        return fused.custom_call("jaxcp_fused_simulated", results, (o, lse), *call, **attributes)
 
     def launches(self):
         return sum(self.library.launches(config) for config in self.configs) // self.spec.cp
@@ -103,7 +108,7 @@ def assert_merged(exchange, got, o, lse, base=LogBase.TWO):
         cases.check_o(np.asarray(got)[head // h, :, head % h], want[:, head], scale[:, head])
 
 
-CASES = [case for case in cases.EXCHANGE if case.dtype in ("bfloat16", "float16") and case.cp > 1 and case.tokens]
+CASES = [case for case in cases.EXCHANGE if case.dtype in fused.DTYPES and case.cp > 1 and case.tokens]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -214,3 +219,34 @@ def test_a_rank_whose_block_is_not_connected_times_out(simulated):
     for config in exchange.configs:
         exchange.library.blank(config)
     assert_merged(exchange, program(o, lse)[0], o, lse)
+
+
+def test_a_program_whose_mesh_orders_the_devices_otherwise(simulated):
+    """Ranks 0 and 1 have changed places: both report it, nobody waits, the others' rows are right."""
+    exchange = simulated(4, 8, 64)
+    o, lse = partials(exchange, 3)
+    program = jax.jit(lambda o, lse: exchange(o, lse, places=[1, 0, 2, 3]))
+    start = time.monotonic()
+    merged = np.asarray(program(o, lse)[0]).astype(np.float32)
+    assert time.monotonic() - start < TIMEOUT_S
+    assert np.isnan(merged[:2]).all()
+    want, _, scale = cases.oracle(o, lse, LogBase.TWO)
+    for head in range(4, 8):
+        cases.check_o(merged[head // 2, :, head % 2], want[:, head], scale[:, head])
+    assert "rank 0's device at place 1, the exchange's mesh at place 0" in exchange.expiry()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="TopologyError"):
+        jax.block_until_ready(program(o, lse))
+
+
+def test_a_second_stream_is_refused(simulated):
+    """The first eager call binds the workspace to its stream; nothing is launched on another one."""
+    exchange = simulated(2, 4, 64)
+    o, lse = partials(exchange, 2)
+    assert_merged(exchange, jax.jit(exchange)(o, lse)[0], o, lse)
+
+    elsewhere = jax.jit(
+        compute_on(exchange, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device),
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="one ordered CUDA stream"):
+        jax.block_until_ready(elsewhere(o, lse))
+    assert exchange.calls() == {1}

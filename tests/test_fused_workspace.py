@@ -156,12 +156,12 @@ def test_one_rank_that_cannot_allocate_fails_the_set_up(monkeypatch):
     ],
 )
 def test_shapes_it_cannot_serve(facts, why):
-    topology = Topology("cp", facts.get("cp", 8), (), "gpu", "NVIDIA H200", None)
+    topology = Topology("cp", facts.get("cp", 8), (), "gpu", "NVIDIA H200", None, (("cp", 8),))
     assert why in fused.blocker(topology, spec_of(**facts))
 
 
 def test_flashinfer_stays_with_16_bits():
-    topology = Topology("cp", 8, (), "gpu", "NVIDIA H200", None)
+    topology = Topology("cp", 8, (), "gpu", "NVIDIA H200", None, (("cp", 8),))
     why = flashinfer.blocker(topology, spec_of(dtype=np.dtype(np.float32)))
     assert why == "dtype float32 is not one of bfloat16, float16"
 
@@ -189,7 +189,7 @@ class FakeDevice:
 )
 def test_places_it_cannot_serve(platform, capability, slices, why, monkeypatch):
     group = tuple(FakeDevice(index) for index in slices)
-    topology = Topology("cp", 2, (group,), platform, "", capability)
+    topology = Topology("cp", 2, (group,), platform, "", capability, (("cp", 2),))
     monkeypatch.setattr(compiler, "nvcc", lambda: None)
     found = fused.blocker(topology, spec_of(cp=2))
     assert found is None if why is None else why in found
@@ -254,7 +254,7 @@ def test_only_groups_must_stay_inside_a_host(groups, hosts, fits, monkeypatch):
 
 def test_a_mesh_that_leaves_out_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    topology = Topology("cp", 2, ((Remote(0), Remote(2)),), "gpu", "", (9, 0))
+    topology = Topology("cp", 2, ((Remote(0), Remote(2)),), "gpu", "", (9, 0), (("cp", 2),))
     assert "leaves out processes [1] of the job" in fused.blocker(topology, spec_of(cp=2))
     with pytest.raises(NotImplementedError, match=r"leaves out processes \[1\]"):
         set_up(topology)
@@ -266,7 +266,9 @@ def test_a_machine_that_cannot_build_it(platform, name, monkeypatch):
         raise BuildError(f"{name}: got none")
 
     monkeypatch.setattr(compiler, name, missing)
-    topology = Topology("cp", 2, ((FakeDevice(0), FakeDevice(0)),), platform, "", (9, 0) if platform == "gpu" else None)
+    topology = Topology(
+        "cp", 2, ((FakeDevice(0), FakeDevice(0)),), platform, "", (9, 0) if platform == "gpu" else None, (("cp", 2),)
+    )
     assert fused.blocker(topology, spec_of(cp=2)) == f"its library cannot be built: {name}: got none"
 
 

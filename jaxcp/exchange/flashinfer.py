@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jaxcp import lse as lse_lib
@@ -89,7 +90,8 @@ class Engine(WorkspaceEngine):
         o = jnp.where(lse[..., None] > -jnp.inf, partial.o, 0)  # an empty row's payload may be NaN
         operands = (self._by_row(o).reshape(rows, spec.cp, spec.head_dim), self._by_row(lse).reshape(rows, spec.cp))
         results = [((rows, spec.head_dim), partial.o.dtype)]
-        (out,) = fused.custom_call(TARGET, results, operands, self.number, next(self.sites), partial.base)
+        base = np.int64(fused.BASES[partial.base])
+        (out,) = fused.custom_call(TARGET, results, operands, self.number, next(self.sites), base=base)
         return out.reshape(tokens, spec.heads_per_rank, spec.head_dim), None
 
     def _by_row(self, x: Array) -> Array:

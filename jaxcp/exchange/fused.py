@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jax.sharding import get_abstract_mesh
+from jaxtyping import Array, UInt32
 
 from jaxcp import native, varying
 from jaxcp.errors import BuildError
@@ -94,6 +95,7 @@ class Engine(WorkspaceEngine):
         elif spec.cp > 1:
             register_compile_only()
         super().__init__(spec, workspace)
+        self.strides = topology.strides
 
     def __call__(self, partial: Partial, return_lse: bool) -> tuple[Array, Array | None]:
         """See `spec.Engine`."""
@@ -102,8 +104,19 @@ class Engine(WorkspaceEngine):
             return merge_alone(partial, return_lse)
         rows = (partial.o.shape[0], self.spec.heads_per_rank)
         results = [((*rows, self.spec.head_dim), partial.o.dtype), (rows, jnp.float32)][: 1 + return_lse]
-        merged = custom_call(TARGET, results, (partial.o, partial.lse), self.number, next(self.sites), partial.base)
+        place, axes = self._place()
+        operands, attributes = (partial.o, partial.lse), {"base": np.int64(BASES[partial.base]), "axes": axes}
+        merged = custom_call(TARGET, results, operands, self.number, next(self.sites), (place,), **attributes)
         return merged[0], merged[1] if return_lse else None
+
+    def _place(self) -> tuple[UInt32[Array, "1"], np.ndarray]:
+        """The device's place in the program's mesh over its manual axes, and their (stride, size), flat int64.
+
+        The handler compares it with the device's place in the exchange's mesh: only on the device do they meet.
+        """
+        manual = {name: axis for name, axis in self.strides.items() if name in get_abstract_mesh().manual_axes}
+        place = sum(lax.axis_index(name) * stride for name, (stride, _) in manual.items())
+        return jnp.reshape(place, 1).astype(jnp.uint32), np.array(list(manual.values()), np.int64).ravel()
 
 
 def custom_call(
@@ -112,7 +125,8 @@ def custom_call(
     operands: tuple[Array, Array],
     number: int,
     site: int,
-    base: LogBase,
+    more: tuple[Array, ...] = (),
+    **attributes: Any,
 ) -> tuple[Array, ...]:
     """Results of one call of `target`, in the program's order of exchanges.
 
@@ -127,14 +141,15 @@ def custom_call(
       number: of the exchange in this process; -1 for a program that is only compiled.
       site: of the call among those of the exchange. Counted per exchange: processes that traced other things besides
         must get the same program.
-      base: of lse.
+      more: operands behind the token; they decide nothing about where results differ.
+      attributes: of the call besides exchange and site; numpy int64.
     """
     first, *others = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results)
     call = jax.ffi.ffi_call(target, [first, jax.ShapeDtypeStruct((1,), jnp.uint32), *others])
-    attributes = {"exchange": np.int64(number), "site": np.int64(site), "base": np.int64(BASES[base])}
+    attributes |= {"exchange": np.int64(number), "site": np.int64(site)}
     # Barriers: XLA:GPU fuses a call with slices of its operands or results, after which jax 0.11's runs the call twice.
     operands = lax.optimization_barrier(operands)
-    first, token, *others = call(*operands, order.current(), **attributes)
+    first, token, *others = call(*operands, order.current(), *more, **attributes)
     order.enter(token)
     # shard_map takes an FFI call's results for the same on all ranks; they differ wherever one of the partials does.
     return varying.over(varying.axes(*operands), *lax.optimization_barrier((first, *others)))

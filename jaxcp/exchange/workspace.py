@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from jaxcp.errors import BackendError, JaxcpError, PeerTimeoutError
+from jaxcp.errors import BackendError, JaxcpError, PeerTimeoutError, TopologyError
 from jaxcp.exchange import agree, watcher
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.native.workspace_library import Config, WorkspaceLibrary
@@ -122,7 +122,7 @@ class Workspace:
         self.transport = transport(topology)
         self.number = self._agreed_number(topology)
         self._ranks = topology.local_ranks()
-        self.configs = [self._config(topology, rank, device) for _, rank, device in self._ranks]
+        self.configs = [self._config(topology, *local) for local in self._ranks]
         self._closed = False
         alone = len(topology.processes) == 1
         self._free = weakref.finalize(self, _free, library, self.configs, _EVERYTHING if alone else _MAPS)
@@ -135,15 +135,21 @@ class Workspace:
         self._log_ready(topology)
 
     def expiry(self) -> str | None:
-        """The first wait of a local rank that expired, or None; reads host memory, touches no device."""
+        """What the first local rank that failed reported, or None; reads host memory, touches no device."""
         if self._closed:
             return None
         return next((text for config in self.configs if (text := self.library.expiry(config))), None)
 
     def check(self) -> None:
-        """Raises PeerTimeoutError if a rank of this process waited in vain; the workspace stays dead until `reset`."""
+        """Raises what a rank of this process reported; calls stay refused until `reset`.
+
+        Raises:
+          PeerTimeoutError: it waited in vain.
+          TopologyError: a program ran whose mesh orders the devices otherwise than the exchange's.
+        """
         if text := self.expiry():
-            raise PeerTimeoutError(text.removeprefix("PeerTimeoutError: "))
+            name, _, words = text.partition(": ")
+            raise {kind.__name__: kind for kind in (PeerTimeoutError, TopologyError)}[name](words)
 
     def reset(self) -> None:
         """Collective: waits for all devices, blanks all blocks, meets; then calls and replays work again."""
@@ -213,12 +219,12 @@ class Workspace:
             mine = next(_numbers)
         return number
 
-    def _config(self, topology: Topology, rank: int, device: Any) -> Config:
+    def _config(self, topology: Topology, group: int, rank: int, device: Any) -> Config:
         spec = self.spec
         timeout_ns = int(self.timeout_s * 1e9)
         return Config(
-            exchange=self.number, device=_ordinal(device), rank=rank, cp=spec.cp, heads=spec.heads,
-            head_dim=spec.head_dim, max_tokens=spec.max_tokens, dtype=_DTYPES[spec.dtype.name],
+            exchange=self.number, device=_ordinal(device), place=topology.place(group, rank), rank=rank, cp=spec.cp,
+            heads=spec.heads, head_dim=spec.head_dim, max_tokens=spec.max_tokens, dtype=_DTYPES[spec.dtype.name],
             across_processes=not topology.one_process, timeout_ns=timeout_ns,
             first_timeout_ns=timeout_ns * FIRST_CALL_FACTOR,
         )  # fmt: skip

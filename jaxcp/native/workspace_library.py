@@ -13,8 +13,8 @@ class Config(ctypes.Structure):
     """One rank's workspace; the fields of `struct Config` in kernels/csrc/workspace.h, where they are explained."""
 
     _fields_ = [
-        ("exchange", ctypes.c_int64), ("device", ctypes.c_int32), ("rank", ctypes.c_int32), ("cp", ctypes.c_int32),
-        ("heads", ctypes.c_int32), ("head_dim", ctypes.c_int32), ("max_tokens", ctypes.c_int32),
+        ("exchange", ctypes.c_int64), ("device", ctypes.c_int32), ("place", ctypes.c_int32), ("rank", ctypes.c_int32),
+        ("cp", ctypes.c_int32), ("heads", ctypes.c_int32), ("head_dim", ctypes.c_int32), ("max_tokens", ctypes.c_int32),
         ("dtype", ctypes.c_int32), ("across_processes", ctypes.c_int32), ("timeout_ns", ctypes.c_uint64),
         ("first_timeout_ns", ctypes.c_uint64),
     ]  # fmt: skip

@@ -16,9 +16,10 @@ constexpr unsigned kWarp = 0xFFFFFFFFu;
 constexpr int kPollsPerCheck = 64;  // about 25 us between looks at the clock
 
 // What a block knows of the running call.
+enum class State : uint32_t { alive, dead, foreign };
 struct Call {
   uint32_t number;
-  bool dead;
+  State state;
 };
 
 // Hide where a value comes from, so that what is derived from it is computed where it is used. Addresses hoisted out of
@@ -71,7 +72,7 @@ class Exchange {
         Outgoing row(*this, q);
         if (turn == 0) call = begin(opening);
         ticket = draw();
-        if (!call.dead) row.send(*this, call.number);
+        if (call.state != State::dead) row.send(*this, call.number);
       }
       item = next(call, ticket, turn);
     }
@@ -88,15 +89,21 @@ class Exchange {
   // read from returning the number that the last ticket leaves behind.
   struct Opening {
     uint64_t word;
-    uint32_t dead;
+    uint32_t dead, place;
   };
   __device__ Opening open() const {
     if (threadIdx.x != 0) return {};
-    return {load_device_long(&control->call_and_tickets), load_device_word(&control->dead)};
+    return {load_device_long(&control->call_and_tickets), load_device_word(&control->dead),
+            p.place ? __ldg(p.place) : p.own_place};
   }
   __device__ Call begin(const Opening& opening) const {
     __shared__ Call call;
-    if (threadIdx.x == 0) call = {call_of(opening.word), fresh(opening.dead) != 0};
+    if (threadIdx.x == 0) {
+      const bool foreign = fresh(opening.place) != p.own_place;
+      call = {call_of(opening.word), fresh(opening.dead) != 0 ? State::dead : foreign ? State::foreign : State::alive};
+      if (call.state == State::foreign)
+        store_system_long(p.status, Expiry{true, kForeign, static_cast<int>(opening.place), call.number}.packed());
+    }
     __syncthreads();
     return call;
   }
@@ -237,7 +244,7 @@ class Exchange {
       data = workspace + x.data_at(call, 0, row);
       lse = workspace + x.lse_at(call, 0, row);
       self.lse = sanitized(self.lse);
-      const bool merged = !exists || (!running.dead && (self.data ? merge(x) : none(x)));
+      const bool merged = !exists || (running.state != State::dead && (self.data ? merge(x) : none(x)));
       if (!__all_sync(kWarp, merged)) {  // the lanes of a row agree, so that no row is half filled
         if (exists) fill(x, kBlankInput, NAN);
       } else if (exists) {
@@ -245,6 +252,7 @@ class Exchange {
         for (uint32_t i = x.lane; i < x.plan.by_peers.divisor; i += x.lanes()) {
           store_system_word(lse + uint64_t{x.plan.lse_step} * i, kBlank);
         }
+        if (running.state == State::foreign) fill(x, kBlankInput, NAN);
       }
     }
 

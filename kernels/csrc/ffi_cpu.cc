@@ -46,14 +46,16 @@ ffi::Future run(std::unique_ptr<Running> running, const ExchangeParams& params) 
 }
 
 ffi::Future fused(int32_t device, ffi::RunId run_id, ffi::AnyBuffer o, ffi::Buffer<ffi::F32> lse, ffi::Buffer<ffi::U32>,
-                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U32>> token, ffi::RemainingRets more,
-                  int64_t exchange, int64_t site, int64_t base) {
+                  ffi::Buffer<ffi::U32> place, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U32>> token, ffi::RemainingRets more,
+                  int64_t exchange, int64_t site, int64_t base, Axes axes) {
   Registry& registry = Registry::instance();
   if (const auto why = registry.refusal(exchange, run_id.run_id)) return failed(ffi::Error::Internal(*why));
   const auto workspaces = registry.on_device(exchange, device);
   if (workspaces.empty()) return failed(not_made(exchange, device));
   Workspace& workspace = *workspaces.front();
   ExchangeParams params = workspace.params(site);
+  params.place = place.typed_data();
+  params.own_place = place_along(workspace.config, axes);
   if (ffi::Error error = take_buffers(workspace.config, o, lse, out, more, base, params); error.failure()) {
     return failed(std::move(error));
   }
@@ -82,12 +84,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcp_fused, fused,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::U32>>()
                                   .RemainingRets()
                                   .Attr<int64_t>("exchange")
                                   .Attr<int64_t>("site")
-                                  .Attr<int64_t>("base"));
+                                  .Attr<int64_t>("base")
+                                  .Attr<Axes>("axes"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcp_compile_only, compile_only, ffi::Ffi::Bind().RemainingArgs().RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -1,8 +1,10 @@
 // What the FFI handlers of the GPU and of its host twin share: buffers and attributes in, a checked call out.
 //
-// Operands:   o [tokens, heads, dim], lse [tokens, heads] f32, token u32 (read by nobody: it orders calls)
+// Operands:   o [tokens, heads, dim], lse [tokens, heads] f32, token u32 (read by nobody: it orders calls), place u32
 // Results:    out [tokens, heads_per_rank, dim], token u32, and optionally lse [tokens, heads_per_rank] f32
-// Attributes: exchange, site (of the call in the program), base
+// Attributes: exchange, site (of the call in the program), base, axes
+// place: of the device in the program's mesh, counted over the axes that the program knows, as the exchange's mesh counts.
+// axes: (stride, size) of each of these in the exchange's mesh; places differ by the stride along an axis.
 #pragma once
 
 #include <string>
@@ -28,6 +30,15 @@ inline bool same_dtype(ffi::DataType got, Dtype expected) {
     case Dtype::float32: return got == ffi::DataType::F32;
   }
   return false;
+}
+
+using Axes = ffi::Span<const int64_t>;
+
+// Where the program will find this device if its mesh is the exchange's.
+inline uint32_t place_along(const Config& config, Axes axes) {
+  int64_t place = 0;
+  for (size_t i = 0; i + 1 < axes.size(); i += 2) place += config.place / axes[i] % axes[i + 1] * axes[i];
+  return static_cast<uint32_t>(place);
 }
 
 // XLA's arrays are dense, row-major.

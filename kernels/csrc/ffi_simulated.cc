@@ -49,8 +49,9 @@ ffi::Error launch_all(const std::vector<ExchangeParams>& calls, cudaStream_t str
 }
 
 ffi::Error simulated(cudaStream_t stream, ffi::RunId run, ffi::AnyBuffer o, ffi::Buffer<ffi::F32> lse,
-                     ffi::Buffer<ffi::U32>, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::U32>>,
-                     ffi::Result<ffi::Buffer<ffi::F32>> out_lse, int64_t exchange, int64_t site, int64_t base) {
+                     ffi::Buffer<ffi::U32>, ffi::Buffer<ffi::U32> places, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Result<ffi::Buffer<ffi::U32>>, ffi::Result<ffi::Buffer<ffi::F32>> out_lse, int64_t exchange,
+                     int64_t site, int64_t base, Axes axes) {
   const int device = current_device();
   Registry& registry = Registry::instance();
   if (const auto why = registry.refusal(exchange, run.run_id)) return ffi::Error::Internal(*why);
@@ -60,7 +61,10 @@ ffi::Error simulated(cudaStream_t stream, ffi::RunId run, ffi::AnyBuffer o, ffi:
     const Config& config = workspace->config;
     const auto in = o.dimensions();
     if (in.size() != 4 || in[0] != config.cp) return invalid("o must be [cp, tokens, heads, dim]");
+    if (places.element_count() != static_cast<size_t>(config.cp)) return invalid("place must be [cp]");
     ExchangeParams p = workspace->params(site);
+    p.place = places.typed_data() + config.rank;
+    p.own_place = place_along(config, axes);
     const int64_t rank = config.rank, tokens = in[1], rows_in = tokens * config.heads, rows_out = tokens * p.heads_per_rank;
     const int64_t row_bytes = p.layout().row_bytes;
     p.o = static_cast<const char*>(o.untyped_data()) + rank * rows_in * row_bytes;
@@ -87,12 +91,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcp_fused_simulated, simulated,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::U32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("exchange")
                                   .Attr<int64_t>("site")
-                                  .Attr<int64_t>("base"),
+                                  .Attr<int64_t>("base")
+                                  .Attr<Axes>("axes"),
                               {ffi::Traits::kCmdBufferCompatible});
 #pragma GCC visibility pop
 

@@ -50,6 +50,11 @@
 // until a collective reset has blanked all workspaces (cases "absent" and "late"). Ranks that call with different row
 // counts, or skip a call, end here too.
 //
+// THE PROGRAM'S MESH. A program names ranks by its own mesh. If that orders the devices otherwise than the exchange's did,
+// heads would go to the wrong ranks, silently. So a call brings its device's place in the program's mesh, a value that
+// exists on the device only, and compares it with the place in the exchange's. A rank that differs takes part, so that
+// nobody waits for it, but its output is NaN and it reports kForeign instead of a peer.
+//
 // The cases are those of tests/native, which tests/test_kernel_ranks.py runs on one GPU.
 #pragma once
 
@@ -73,6 +78,7 @@ constexpr int kMaxSends = 1 << 26;             // rows to send per call: a warp 
 constexpr int64_t kMaxSourceBytes = 1ll << 32;  // of M rows: the distance between two sources has 32 bits
 constexpr uint32_t kBlank = 0xFFFFFFFFu;       // a word that no one has written
 constexpr uint32_t kBlankInput = 0x7FFF7FFFu;  // what is sent for an input word equal to kBlank: NaN in every dtype too
+constexpr int kForeign = 127;                  // Expiry::peer of a program whose mesh is not the exchange's
 constexpr uint32_t kVersion = 1;               // of layout and transport; part of the fingerprint that ranks agree on
 
 enum class Dtype : int32_t { bfloat16 = 0, float16 = 1, float32 = 2 };
@@ -136,8 +142,8 @@ static_assert(Layout{2, 1, 16}.bytes() == 128 + 128 + 32);
 // aligned 64-bit store, so a host that polls it sees all of a report or nothing.
 struct Expiry {
   bool expired;
-  int32_t peer;   // rank whose data did not come
-  int32_t row;    // row (token * heads_per_rank + i) that was waited for
+  int32_t peer;   // rank whose data did not come, or kForeign
+  int32_t row;    // row (token * heads_per_rank + i) that was waited for; of kForeign the place that the program gave
   uint32_t call;  // call number
 
   JAXCP_HD constexpr uint64_t packed() const {
@@ -164,6 +170,8 @@ struct ExchangeParams {
   int32_t capacity;  // M, the same on all ranks
   int32_t grid_cap;  // most blocks to launch; 0: what the device holds at once
   uint64_t timeout_ns;
+  const uint32_t* place;           // in device memory: the device's place in the program's mesh; null: not compared
+  uint32_t own_place;              // and in the exchange's
   uint64_t* status;                // device address of the host-mapped word, see Expiry
   uint8_t* workspaces[kMaxRanks];  // by rank, as this device addresses them; 128-byte aligned
 

@@ -90,6 +90,8 @@ class Call {
     const auto rows = static_cast<uint32_t>(p_.rows());
     const Schedule schedule = Schedule::of(rows, kRowsPerItem, static_cast<uint32_t>(p_.cp - 1), kLead);
     const bool dead_on_entry = dead();
+    foreign_ = p_.place != nullptr && *p_.place != p_.own_place;
+    if (foreign_ && !dead_on_entry) report({true, kForeign, static_cast<int>(*p_.place), call_});
     for (uint32_t t = 0; t < schedule.items(); ++t) {
       const Item item = schedule[t];
       if (item.receive) {
@@ -150,6 +152,7 @@ class Call {
     }
     if (head >= p_.heads) std::memset(arrived_.data(), 0, arrived_.size());
     else std::memcpy(arrived(p_.rank), input_row(token, head), static_cast<size_t>(layout_.row_bytes));
+    if (foreign_) return fill_nan(row);
     merge(row, lse);
   }
 
@@ -193,9 +196,14 @@ class Call {
     sched_yield();
     if (std::chrono::steady_clock::now() < deadline_) return false;
     std::atomic_ref(control_.dead).store(1, std::memory_order_relaxed);
-    uint64_t none = 0;
-    std::atomic_ref(*p_.status).compare_exchange_strong(none, Expiry{true, source, row, call_}.packed());
+    report({true, source, row, call_});
     return true;
+  }
+
+  // The first report stays.
+  void report(const Expiry& expiry) {
+    uint64_t none = 0;
+    std::atomic_ref(*p_.status).compare_exchange_strong(none, expiry.packed());
   }
 
   uint8_t* output(int row) const { return static_cast<uint8_t*>(p_.out) + static_cast<int64_t>(row) * layout_.row_bytes; }
@@ -232,6 +240,7 @@ class Call {
   std::vector<float> accumulator_;
   std::vector<uint8_t> arrived_;  // one row per source
   uint32_t call_ = 0;
+  bool foreign_ = false;
   int spins_ = 0;
 };
 

@@ -202,6 +202,13 @@ std::optional<std::string> Registry::first_expiry(int64_t exchange) const {
 
 std::string describe(const Config& config, const Expiry& expiry) {
   char text[320];
+  if (expiry.peer == kForeign) {
+    std::snprintf(text, sizeof text,
+                  "TopologyError: exchange %lld: the program's mesh puts rank %d's device at place %d, the exchange's mesh at place %d. "
+                  "Outputs on such devices are NaN. Build the Exchange with the program's mesh, or call reset() and use the exchange's.",
+                  static_cast<long long>(config.exchange), config.rank, expiry.row, config.place);
+    return text;
+  }
   std::snprintf(text, sizeof text,
                 "PeerTimeoutError: exchange %lld: rank %d waited longer than %.3g s for rank %d in call %u (row %d) and gave up. Outputs since "
                 "then are NaN. Find out what became of rank %d, then call reset() on all ranks.",

@@ -36,10 +36,11 @@
 
 namespace jaxcp {
 
-// Plain data: Python fills it through ctypes (jaxcp/native/library.py, class Config).
+// Plain data: Python fills it through ctypes (jaxcp/native/workspace_library.py, class Config).
 struct Config {
   int64_t exchange;  // number of the exchange, the same on all ranks, never used twice in a process
   int32_t device;    // ordinal of the device, as XLA numbers those of this process
+  int32_t place;     // of the device in the exchange's mesh, counted over all axes, the last one fastest
   int32_t rank, cp;
   int32_t heads, head_dim, max_tokens;
   int32_t dtype;             // enum Dtype
@@ -139,7 +140,7 @@ class Registry {
   std::map<int64_t, std::deque<int64_t>> admitted_;  // executions that began alive, the newest ones
 };
 
-// "PeerTimeoutError: rank 2 waited 30 s for rank 5 ..."
+// "PeerTimeoutError: rank 2 waited 30 s for rank 5 ...", or "TopologyError: ..."
 std::string describe(const Config& config, const Expiry& expiry);
 
 }  // namespace jaxcp
