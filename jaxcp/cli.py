@@ -73,7 +73,7 @@ def generate(
 
 @app.command()
 def demo() -> None:
-    """Decode one prompt with cp = 1, 2, 3, 8 and every backend, run a QSA layer over 8K tokens; fails on a difference."""
+    """Decode a prompt with cp = 1, 2, 3, 8 and every backend, run a QSA layer over 8K tokens; fails on a difference."""
     from jaxcp import launch
 
     launch.virtual_devices(DEMO_DEVICES)
