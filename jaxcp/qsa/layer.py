@@ -17,6 +17,21 @@ from jaxcp.qsa.params import Params
 from jaxcp.qsa.rope import Table, rotate
 
 
+class Products(NamedTuple):
+    """The layer's input products, [rows, features] in the layer's dtype: before any norm or rotation.
+
+    Attributes:
+      q_gate: per head its query, then its gate.
+      k, v: per KV head.
+      index: the index queries per head, then the raw index key.
+    """
+
+    q_gate: Float[Array, "rows q_gate_features"]
+    k: Float[Array, "rows kv_features"]
+    v: Float[Array, "rows kv_features"]
+    index: Float[Array, "rows index_features"]
+
+
 class Projected(NamedTuple):
     """Projections of token rows, in the layer's dtype.
 
@@ -39,10 +54,21 @@ class Projected(NamedTuple):
 
 def project(params: Params, x: Float[Array, "rows hidden"], angles: Table) -> Projected:
     """Projections, norms and rotations of every row; `angles` are of the rows' rope positions."""
+    return prepare(params, products(params, x), angles)
+
+
+def products(params: Params, x: Float[Array, "rows hidden"]) -> Products:
+    """Products of the rows with the input weights."""
+    weights = params.q_proj, params.k_proj, params.v_proj, params.indexer.index_qk_proj
+    return Products(*(linear(x, weight) for weight in weights))
+
+
+def prepare(params: Params, of: Products, angles: Table) -> Projected:
+    """Norms and rotations of the rows' products; `angles` are of the rows' rope positions."""
     c, indexer = params.config, params.indexer
-    q_gate = linear(x, params.q_proj).reshape(len(x), c.heads, 2, c.head_dim)
-    k, v = (linear(x, w).reshape(len(x), c.kv_heads, c.head_dim) for w in (params.k_proj, params.v_proj))
-    index = linear(x, indexer.index_qk_proj).reshape(len(x), c.index_heads + 1, c.index_dim)
+    q_gate = of.q_gate.reshape(-1, c.heads, 2, c.head_dim)
+    k, v = (features.reshape(-1, c.kv_heads, c.head_dim) for features in (of.k, of.v))
+    index = of.index.reshape(-1, c.index_heads + 1, c.index_dim)
     return Projected(
         q=_main(q_gate[:, :, 0], params.q_norm, angles, c.eps),
         gate=q_gate[:, :, 1],
@@ -71,8 +97,14 @@ def output(
     real: Bool[Array, " rows"],
 ) -> Float[Array, "rows hidden"]:
     """y of every row; 0 where the row is padding."""
-    gated = narrow(widen(o) * jax.nn.sigmoid(widen(gate)), o.dtype)
-    return jnp.where(real[:, None], linear(gated.reshape(len(o), -1), params.o_proj), 0)
+    return jnp.where(real[:, None], linear(gated(o, gate), params.o_proj), 0)
+
+
+def gated(
+    o: Float[Array, "rows heads head_dim"], gate: Float[Array, "rows heads head_dim"]
+) -> Float[Array, "rows features"]:
+    """concat_h(o_h * sigmoid(g_h))."""
+    return narrow(widen(o) * jax.nn.sigmoid(widen(gate)), o.dtype).reshape(len(o), -1)
 
 
 def _main(x, weight, angles: Table, eps: float):
