@@ -11,7 +11,7 @@ import qsa_oracle as oracle
 from qsa_runs import Session, close, same_selection
 
 from jaxcp import qsa
-from jaxcp.qsa.layer import compress, output, project
+from jaxcp.qsa.layer import compress, gated, output, project
 from jaxcp.qsa.numerics import rounded, widen
 from jaxcp.qsa.rope import rotate, table
 from jaxcp.qsa.selection import scores, token_rows, top_blocks
@@ -166,7 +166,8 @@ def test_rounding_points_of_the_gate():
         qsa.from_tensors(oracle.weights(c), c), o_proj=jnp.asarray(identity, jnp.bfloat16)
     )  # fmt: skip
     real = jnp.arange(50) < 40
-    y = jax.jit(output)(params, jnp.asarray(o, jnp.bfloat16), jnp.asarray(gate, jnp.bfloat16), real)
+    o_and_gate = jnp.asarray(o, jnp.bfloat16), jnp.asarray(gate, jnp.bfloat16)
+    y = jax.jit(lambda o, gate: output(params, gated(o, gate), real))(*o_and_gate)
     mostly_equal(y[:40], bf16(o / (1 + np.exp(-gate))).reshape(50, -1)[:40, : c.hidden])
     assert not y[40:].any()
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxcp import qsa
-from jaxcp.qsa.layer import output, project
+from jaxcp.qsa.layer import gated, output, project
 from jaxcp.qsa.rope import table
 
 TOKENS = 8192
@@ -123,7 +123,8 @@ def dense_layer(params: qsa.Params, x: Float[Array, "tokens hidden"]) -> Float[A
     k, v = (jnp.repeat(a, params.config.heads // params.config.kv_heads, axis=1) for a in (projected.k, projected.v))
     logits = jnp.einsum("qhd,khd->hqk", projected.q, k) * params.config.scale
     weights = jax.nn.softmax(logits, where=jnp.tri(n, dtype=bool))
-    return output(params, jnp.einsum("hqk,khd->qhd", weights, v), projected.gate, jnp.ones(n, bool))
+    o = jnp.einsum("hqk,khd->qhd", weights, v)
+    return output(params, gated(o, projected.gate), jnp.ones(n, bool))
 
 
 def selection_statistics(config: qsa.QSAConfig, blocks: np.ndarray) -> Statistics:

@@ -10,11 +10,11 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxcp.errors import invalid
 from jaxcp.lse import accumulation_dtype
 from jaxcp.qsa.cache import Cache, check_cache
-from jaxcp.qsa.layer import output, project
+from jaxcp.qsa.layer import Products, gated, output, prepare, products
 from jaxcp.qsa.params import Params, check_params
 from jaxcp.qsa.queries import Queries
 from jaxcp.qsa.rope import table
-from jaxcp.qsa.segments import Segments, rows_of
+from jaxcp.qsa.segments import Rows, Segments, rows_of
 from jaxcp.qsa.selection import SELECT
 from jaxcp.qsa.sparse import ATTEND
 from jaxcp.qsa.update import update
@@ -43,16 +43,36 @@ def forward(
       context: bound of every request's tokens.
       longest: bound of a segment's rows.
     """
-    config = params.config
-    rows = rows_of(segments, len(x))
+    bounds = {"context": context, "longest": longest}
+    mixed, rows, cache, blocks = mix(
+        params, products(params, x), cache, segments, rope, layer, **bounds, implementation=implementation
+    )
+    return output(params, mixed, rows.real), cache, blocks
+
+
+def mix(
+    params: Params,
+    of: Products,
+    cache: Cache,
+    segments: Segments,
+    rope: Int[Array, "3 rows"] | None,
+    layer: Int[Array, ""],
+    *,
+    context: int,
+    longest: int,
+    implementation: str,
+) -> tuple[Float[Array, "rows features"], Rows, Cache, Int32[Array, "rows k"]]:
+    """The layer between its input products and its output product: gated rows, what they are, cache, selection."""
+    config, total = params.config, len(of.k)
+    rows = rows_of(segments, total)
     if rope is None:
-        rope = jnp.broadcast_to(jnp.maximum(rows.position, 0), (3, len(x)))
-    projected = project(params, x, table(config, rope, accumulation_dtype(x.dtype)))
+        rope = jnp.broadcast_to(jnp.maximum(rows.position, 0), (3, total))
+    projected = prepare(params, of, table(config, rope, accumulation_dtype(of.k.dtype)))
     cache, rows = update(params, cache, layer, projected.k, projected.v, projected.index_k, rope, rows, segments)
     queries = Queries(segments, rows, min(context, cache.capacity), longest)
     blocks = resolve("selection", SELECT, implementation)(projected.index_q, cache, layer, queries, config)
     attended = resolve("sparse attention", ATTEND, implementation)(projected.q, blocks, cache, layer, queries, config)
-    return output(params, attended.o, projected.gate, rows.real), cache, blocks
+    return gated(attended.o, projected.gate), rows, cache, blocks
 
 
 def resolve(operation: str, table: dict, implementation: str):

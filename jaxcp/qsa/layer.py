@@ -91,13 +91,10 @@ def compress(
 
 
 def output(
-    params: Params,
-    o: Float[Array, "rows heads head_dim"],
-    gate: Float[Array, "rows heads head_dim"],
-    real: Bool[Array, " rows"],
+    params: Params, mixed: Float[Array, "rows features"], real: Bool[Array, " rows"]
 ) -> Float[Array, "rows hidden"]:
-    """y of every row; 0 where the row is padding."""
-    return jnp.where(real[:, None], linear(gated(o, gate), params.o_proj), 0)
+    """y of every row from its gated attention; 0 where the row is padding."""
+    return jnp.where(real[:, None], linear(mixed, params.o_proj), 0)
 
 
 def gated(
