@@ -105,7 +105,7 @@ def prefill(run, plan, x=None, params=None, cache=None, **options):
 
 def test_prefill(run):
     plan = qsa.plan([5], cache=run.cache)
-    with pytest.raises(NotImplementedError, match="axis_name"):
+    with pytest.raises(ValueError, match="axis_name: got 'cp'; expected a mesh axis of the shard_map"):
         prefill(run, plan, axis_name="cp")
     with pytest.raises(ValueError, match=r"x\.shape: got \(5, 16\); expected \(16, 16\).*plan\.pad"):
         prefill(run, plan, x=jnp.asarray(X[:5]))

@@ -3,6 +3,9 @@
 One int32 array [4, segments] goes to the device per forward, and three static bucket sizes decide which compiled
 program serves it. Lengths within the same buckets never retrace: rows and context grow in steps of a quarter octave
 (at most 25 % padding), segments in powers of two. `jaxcp.qsa.traces()` counts what was traced.
+
+Under context parallelism the same array is all there is: which rows a rank holds, where a token's row lies among the
+gathered ones and every other map is made from it on the device (`jaxcp.layout`, `jaxcp.qsa.view`).
 """
 
 import dataclasses
@@ -12,11 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcp.errors import invalid
-from jaxcp.layout import INT32_MAX, Ints, positive_int
+from jaxcp.layout import Ints, PackedInterleave, Split, Zigzag, positive_int
+from jaxcp.qsa.batch import Batch, check_blocks, check_capacity, checked_batch, checked_positions
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.segments import Segments
+
+LAYOUTS = {"zigzag": Zigzag, "interleave": PackedInterleave}
+"""Layouts of context-parallel prefill by name."""
 
 
 def bucket(n: int, least: int) -> int:
@@ -27,27 +35,96 @@ def bucket(n: int, least: int) -> int:
     return -(-n // step) * step
 
 
-@bind(jax.tree_util.register_dataclass, data_fields=["table", "rope_positions"], meta_fields=["rows", "context"])
+_ARRAYS = ("table", "rope_positions", "starts")
+_STATIC = ("rows", "context", "layout", "index_block", "fits")
+
+
+@bind(jax.tree_util.register_dataclass, data_fields=_ARRAYS, meta_fields=_STATIC)
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """One forward's metadata; made by `plan`.
 
     Attributes:
-      table: int32 [4, segments], the rows of `Segments`.
-      rope_positions: int32 [3, rows], or None where they equal the logical positions (text).
-      rows: static; query rows of the program, tokens and padding.
+      table: int32 [4, segments], the rows of `Segments`: new tokens in packed order, a segment per request.
+      rope_positions: int32 [3, rows] in packed order, or None where they equal the logical positions (text).
+      starts: int32 [segments, 2 cp + 1], where each request is cut if not evenly; None otherwise.
+      rows: static; query rows of the program over all ranks, tokens and padding.
       context: static; bound of every request's total length, in tokens.
+      layout: static; which rank holds which rows, None on one device.
+      index_block: static; tokens per index key that ranks send each other: 1 (raw keys) or the ratio (compressed ones).
+      fits: static; (requests, capacity) of the cache the lengths were checked against, or None.
     """
 
     table: Any
     rope_positions: Any
+    starts: Any
     rows: int
     context: int
+    layout: Zigzag | PackedInterleave | None = None
+    index_block: int = 1
+    fits: tuple[int, int] | None = None
 
     @property
     def segments(self) -> Segments:
         """The table by name."""
         return Segments(*self.table)
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share the rows."""
+        return 1 if self.layout is None else self.layout.cp
+
+    @property
+    def local_rows(self) -> int:
+        """Rows of one rank's arrays, padding included."""
+        return self.rows // self.cp
+
+    def split(self) -> Split:
+        """The batch dealt out to the ranks; traceable."""
+        if self.layout is None:
+            raise invalid(
+                "plan.layout", None, "a layout", "Plan with cp > 1; one device holds all rows in packed order."
+            )
+        return (
+            self.layout.split(self.table[1]) if self.starts is None else self.layout.split(self.table[1], self.starts)
+        )
+
+    def replan(
+        self,
+        lengths: Ints,
+        prefix_lengths: Ints | None = None,
+        *,
+        requests: Ints | None = None,
+        rope_positions: Any = None,
+    ) -> "Plan":
+        """The plan of another batch for the program that serves this one: same options, buckets and cache.
+
+        Arguments and errors are those of `plan`.
+
+        Raises:
+          ValueError: also for a batch beyond a bucket, and for rope positions where this plan has none or the reverse.
+        """
+        batch = checked_batch(lengths, prefix_lengths, requests)
+        if (rope_positions is None) != (self.rope_positions is None):
+            got = "None" if rope_positions is None else "positions"
+            raise invalid("rope_positions", got, "the like of this plan's", "Text and images are two programs.")
+        made = _assemble(
+            batch,
+            rope_positions,
+            self.layout,
+            self.index_block,
+            self.fits,
+            (self.rows, self.context),
+            self.table.sharding,
+        )
+        for name, needed, bound in (
+            ("lengths", made.rows, self.rows),
+            ("lengths + prefix_lengths", made.context, self.context),
+            ("lengths", made.table.shape[-1], self.table.shape[-1]),
+        ):
+            if needed > bound:
+                raise invalid(name, f"a bucket of {needed}", f"{bound}, this plan's", "Split the batch, or plan anew.")
+        return dataclasses.replace(made, table=jax.device_put(batch.table(self.table.shape[-1]), self.table.sharding))
 
     def pad(self, x: Any) -> jax.Array:
         """Packed tokens [tokens, ...] with zero rows appended up to `rows`."""
@@ -57,6 +134,33 @@ class Plan:
             )
         return jnp.pad(jnp.asarray(x), [(0, self.rows - len(x))] + [(0, 0)] * (x.ndim - 1))
 
+    def shard(self, x: Any) -> jax.Array:
+        """Packed tokens [tokens, ...] as all ranks' rows, one rank after another: [rows, ...], to be sharded on axis 0.
+
+        Padding rows are 0. On one device it is `pad`.
+        """
+        x = self.pad(x)
+        return x if self.layout is None else _shard(self, x)
+
+    def unshard(self, y: Any) -> jax.Array:
+        """All ranks' rows [rows, ...] in packed order; rows behind the last token mean nothing."""
+        if len(y) != self.rows:
+            raise invalid("y", f"{len(y)} rows", f"{self.rows}, the rows of this plan", "Give all ranks' rows.")
+        return y if self.layout is None else _unshard(self, y)
+
+
+@jax.jit
+def _shard(plan: Plan, x: Any):
+    split = plan.split()
+    token = jax.vmap(lambda rank: split.tokens(rank, plan.local_rows))(jnp.arange(plan.cp)).reshape(-1)
+    real = (token >= 0).reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(real, x.at[token].get(mode="clip"), 0)
+
+
+@jax.jit
+def _unshard(plan: Plan, y: Any):
+    return y.at[plan.split().gathered(jnp.arange(plan.rows), plan.local_rows)].get(mode="clip")
+
 
 def plan(
     lengths: Ints,
@@ -65,6 +169,10 @@ def plan(
     requests: Ints | None = None,
     rope_positions: Any = None,
     cache: Cache | None = None,
+    cp: int = 1,
+    layout: str = "zigzag",
+    index_keys: str = "raw",
+    mesh: Mesh | None = None,
     min_rows: int = 16,
     min_context: int = 256,
 ) -> Plan:
@@ -78,113 +186,68 @@ def plan(
         temporal position never decreases inside a request.
       cache: the cache to be written; its capacity is then checked here. Without it, rows that do not fit are dropped on
         the device and `qsa.check` raises.
-      min_rows, min_context: least bucket of rows and of tokens per request. A server with chunks of at most n tokens
-        compiles one program if it passes min_rows=n and min_context=cache.capacity.
+      cp: ranks of the context-parallel axis; 1 is the plain program.
+      layout: which rank holds which rows: "zigzag" or "interleave" (see `jaxcp.layout`).
+      index_keys: what ranks gather of their index keys: "raw", or "compressed", a `ratio`-th of the bytes. That needs
+        the zigzag layout, the cache, and requests whose 2 cp blocks and prefixes are all multiples of the ratio.
+      mesh: on whose devices the arrays are put; a call over a mesh would otherwise copy them there every time.
+      min_rows, min_context: least bucket of rows (of all ranks) and of tokens per request. A server with chunks of at
+        most n tokens compiles one program if it passes min_rows=n (plus 2 cp per request where cp > 1) and
+        min_context=cache.capacity; `Plan.replan` holds it to that.
 
     Raises:
       TypeError: not integers.
-      ValueError: arguments of different lengths, negative or beyond the cache, a request named twice, positions that
-        decrease.
+      ValueError: arguments of different lengths, negative or beyond the cache, a request named twice,
+        positions that decrease, a layout that is not there, boundaries that do not allow compressed index keys.
     """
-    lengths = _integers("lengths", lengths)
-    if not lengths.size:
-        raise invalid("lengths", "no request", "at least one", "A forward needs a request; its length may be 0.")
-    prefix = _like(lengths, "prefix_lengths", prefix_lengths, np.zeros_like(lengths))
-    requests = _like(lengths, "requests", requests, np.arange(lengths.size))
-    _check_requests(requests)
-    totals, tokens = lengths + prefix, int(lengths.sum())
-    for name, value in (("lengths", tokens), ("lengths + prefix_lengths", int(totals.max()))):
-        if value > INT32_MAX:
-            raise invalid(name, value, f"at most {INT32_MAX} tokens", "Split the batch.")
-    if cache is not None:
-        check_capacity(cache, totals, requests)
-    rows = bucket(tokens, positive_int("min_rows", min_rows))
-    segments = 1 << (lengths.size - 1).bit_length()
-    table = np.zeros((4, segments), np.int32)
-    table[0] = tokens  # unused segments start after the last token
-    table[:, : lengths.size] = np.cumsum(lengths) - lengths, lengths, prefix, requests
+    batch = checked_batch(lengths, prefix_lengths, requests)
+    dealt = None if positive_int("cp", cp) == 1 else _layout(layout, cp)
+    if index_keys not in ("raw", "compressed"):
+        raise invalid("index_keys", repr(index_keys), "'raw' or 'compressed'", "It chooses what ranks gather.")
+    block = 1 if index_keys == "raw" else _ratio(dealt, cache)
+    fits = None if cache is None else (cache.requests, cache.capacity)
+    least = positive_int("min_rows", min_rows), positive_int("min_context", min_context)
+    place = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return _assemble(batch, rope_positions, dealt, block, fits, least, place)
+
+
+def _assemble(
+    batch: Batch, rope_positions: Any, layout: Any, index_block: int, fits: Any, least: Any, place: Any
+) -> Plan:
+    """The plan of a batch; `least` are the least buckets of (rows, context), `place` the sharding of its arrays."""
+    if fits is not None:
+        check_capacity(*fits, batch)
+    check_blocks(batch, index_block, 1 if layout is None else layout.cp)
+    rows = _rows(layout, batch.lengths, least[0], index_block)
     if rope_positions is not None:
-        rope_positions = jax.device_put(_checked_positions(rope_positions, lengths, rows))
-    return Plan(
-        jax.device_put(table), rope_positions, rows, bucket(int(totals.max()), positive_int("min_context", min_context))
-    )
+        rope_positions = jax.device_put(checked_positions(rope_positions, batch.lengths, rows), place)
+    table = jax.device_put(batch.table(1 << (len(batch.lengths) - 1).bit_length()), place)
+    context = bucket(int(batch.totals.max()), least[1])
+    return Plan(table, rope_positions, None, rows, context, layout, index_block, fits)
 
 
-def check_capacity(cache: Cache, totals: np.ndarray, requests: np.ndarray) -> None:
-    """Raises if a request has no row in the cache, or more tokens than a row's pages hold."""
-    if requests.max() >= cache.requests:
+def _layout(name: str, cp: int) -> Zigzag | PackedInterleave:
+    if name not in LAYOUTS:
+        raise invalid("layout", repr(name), f"one of {sorted(LAYOUTS)}", "Layouts of decode do not serve prefill.")
+    return LAYOUTS[name](cp)
+
+
+def _rows(layout: Zigzag | PackedInterleave | None, lengths: np.ndarray, least: int, unit: int) -> int:
+    """Rows of all ranks: as many for each, a bucket of what the fullest needs, in multiples of `unit`."""
+    if layout is None:
+        return bucket(int(lengths.sum()), least)
+    needed = int(layout.split(lengths).counts().max())
+    return layout.cp * unit * bucket(-(-needed // unit), -(-least // (layout.cp * unit)))
+
+
+def _ratio(layout: Any, cache: Cache | None) -> int:
+    """The cache's ratio, if ranks can hold whole blocks of the indexer."""
+    if not isinstance(layout, Zigzag) or cache is None:
+        got = "no cache" if cache is None else "cp = 1" if layout is None else "the interleaved layout"
         raise invalid(
-            "requests",
-            requests.max(),
-            f"rows below {cache.requests}, those of the cache",
-            "Make the cache with more requests, or reuse the row of a finished one.",
+            "index_keys",
+            f"'compressed' with {got}",
+            "the zigzag layout over cp > 1 ranks, and cache=",
+            "Ranks compress whole blocks of their own; gather raw keys otherwise.",
         )
-    if totals.max() > cache.capacity:
-        raise invalid(
-            "lengths + prefix_lengths",
-            totals.max(),
-            f"at most {cache.capacity} tokens, the cache's capacity",
-            "Give the cache more pages per request, or shorten the request.",
-        )
-
-
-def _check_requests(requests: np.ndarray) -> None:
-    unique, times = np.unique(requests, return_counts=True)
-    if times.max() > 1:
-        raise invalid(
-            "requests", f"{unique[times.argmax()]} twice", "every request once", "Join its new tokens into one entry."
-        )
-
-
-def _integers(name: str, values: Any) -> np.ndarray:
-    """`values` as int64 [n], each in [0, 2^31)."""
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise invalid(
-            name,
-            f"dtype {array.dtype}, shape {array.shape}",
-            "a flat sequence of integers",
-            "Lengths are host integers, one per request.",
-            TypeError,
-        )
-    outside = (array < 0) | (array > INT32_MAX)
-    if outside.any():
-        raise invalid(name, array[outside][0], f"0 <= {name} <= {INT32_MAX}", "Lengths and rows are counts.")
-    return array.astype(np.int64)
-
-
-def _like(lengths: np.ndarray, name: str, values: Any, default: np.ndarray) -> np.ndarray:
-    array = default if values is None else _integers(name, values)
-    if array.shape != lengths.shape:
-        raise invalid(
-            name, f"{array.size} entries", f"{lengths.size}, one per request", "Give one entry for each of `lengths`."
-        )
-    return array
-
-
-def _checked_positions(positions: Any, lengths: np.ndarray, rows: int) -> np.ndarray:
-    """int32 [3, rows], zero padded."""
-    array = np.asarray(positions)
-    tokens = int(lengths.sum())
-    if array.shape != (3, tokens) or array.dtype.kind not in "iu":
-        raise invalid(
-            "rope_positions",
-            f"{array.dtype} {array.shape}",
-            f"integers (3, {tokens})",
-            "Give (temporal, height, width) of every new token, packed.",
-        )
-    if array.size and (array.min() < 0 or array.max() > INT32_MAX):
-        raise invalid(
-            "rope_positions", f"{array.min()} … {array.max()}", "0 … 2^31 - 1", "Rope positions are int32 counts."
-        )
-    request = np.repeat(np.arange(lengths.size), lengths)
-    falls = (np.diff(array[0].astype(np.int64)) < 0) & (np.diff(request) == 0)
-    if falls.any():
-        at = int(falls.argmax())
-        raise invalid(
-            "rope_positions[0]",
-            f"{array[0, at]} then {array[0, at + 1]} at token {at + 1}",
-            "temporal positions that never decrease inside a request",
-            "Are the tokens packed in order?",
-        )
-    return np.pad(array.astype(np.int32), [(0, 0), (0, rows - tokens)])
+    return cache.page_size // cache.blocks_per_page

@@ -5,9 +5,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxcp.errors import invalid
+from jaxcp.overlap import SCHEDULES, all_gather
+from jaxcp.qsa import parallel
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.forward import check_arguments, check_layer, count_trace, forward
 from jaxcp.qsa.params import Params
@@ -22,6 +25,7 @@ def prefill(
     *,
     axis_name: str | None = None,
     layer: Any = 0,
+    schedule: str = "overlapped",
     implementation: str = "auto",
     return_selection: bool = False,
 ) -> tuple[Float[Array, "rows hidden"], Cache] | tuple[Float[Array, "rows hidden"], Cache, Int32[Array, "rows k"]]:
@@ -32,46 +36,91 @@ def prefill(
     One compiled program per bucket of `plan`; nothing in it leaves the device, and the cache is donated: the one passed
     in is gone, use the one returned. May be called inside another jit or `lax.scan` (with `layer` traced).
 
+    Context parallelism: inside `jax.shard_map`, with `axis_name`. Every rank passes its rows (of `plan.shard`, sharded
+    over the axis) and gets theirs; params, cache and plan are the same on all ranks, and so is the cache returned. With
+    one rank it is the plain program.
+
     Args:
       params: weights of the layer.
-      x: [plan.rows, hidden] in params' dtype, packed like the plan's lengths; `plan.pad` appends the padding rows.
+      x: [plan.local_rows, hidden] in params' dtype, packed like the plan's lengths; `plan.pad` (one device) and
+        `plan.shard` append the padding rows.
       cache: of `init_cache`, holding the plan's prefixes; consumed.
-      plan: of `qsa.plan`.
+      plan: of `qsa.plan`, made for as many ranks as the axis has.
       axis_name: mesh axis of context parallelism; None: one device.
       layer: of the cache, a host integer or an int32 scalar on the device.
+      schedule: of the two gathers of a layer: "overlapped", K/V's starts behind that of the index keys and travels
+        while the indexer works; "kv_first", K/V's starts before; "inline", K/V's waits for the indexer.
       implementation: of selection and attention: "xla", or "auto" for the best available.
       return_selection: also return the selected blocks of every row.
 
     Returns:
-      y [plan.rows, hidden], 0 in padding rows, and the cache; with `return_selection` also int32 [plan.rows, k] block
-      ids: ascending, -1 behind.
+      y [plan.local_rows, hidden], 0 in padding rows, and the cache; with `return_selection` also int32
+      [plan.local_rows, k] block ids: ascending, -1 behind.
 
     Raises:
-      NotImplementedError: `axis_name` is given.
       TypeError, ValueError: arguments that do not belong together.
 
     Source: Qwen sparse attention as released with Qwen3.8-Flash-Next.
     """
-    if axis_name is not None:
-        raise NotImplementedError(f"axis_name: got {axis_name!r}; expected None. Prefill runs on one device so far.")
     if not isinstance(plan, Plan):
         raise invalid(
             "plan", type(plan).__name__, "a plan", "Make it with qsa.plan(lengths, prefix_lengths).", TypeError
         )
+    check_plan(plan, cache, axis_name)
     check_layer(layer, cache)
+    if schedule not in SCHEDULES:
+        raise invalid("schedule", repr(schedule), f"one of {sorted(SCHEDULES)}", "It orders a layer's two gathers.")
+    if axis_name is not None and plan.cp == 1:
+        x = all_gather(x, axis_name)  # of one rank: the same array, known to be the same on all
+    ranks = {"axis_name": axis_name, "schedule": schedule} if plan.cp > 1 else {}
     static = {"implementation": implementation, "return_selection": return_selection}
-    return _prefill(params, x, cache, plan, on_device(layer), **static)
+    return _prefill(params, x, cache, plan, on_device(layer), **ranks, **static)
 
 
-@bind(jax.jit, static_argnames=("implementation", "return_selection"), donate_argnames="cache")
-def _prefill(params, x, cache, plan, layer, *, implementation, return_selection):
+_STATIC = ("axis_name", "schedule", "implementation", "return_selection")
+
+
+@bind(jax.jit, static_argnames=_STATIC, donate_argnames="cache")
+def _prefill(params, x, cache, plan, layer, *, axis_name=None, schedule=None, implementation, return_selection):
     count_trace("prefill")
-    check_arguments(params, x, cache, plan.rows, "Pad the packed tokens with plan.pad(x).")
-    bounds = {"context": plan.context, "longest": plan.rows}
-    result = forward(
-        params, x, cache, plan.segments, plan.rope_positions, layer, **bounds, implementation=implementation
-    )
+    remedy = "Pad the packed tokens with plan.pad(x), or deal them out with plan.shard(x)."
+    check_arguments(params, x, cache, plan.local_rows, remedy)
+    if axis_name is None:
+        segments, rope, bounds = plan.segments, plan.rope_positions, {"context": plan.context, "longest": plan.rows}
+        result = forward(params, x, cache, segments, rope, layer, **bounds, implementation=implementation)
+    else:
+        ways = {"axis_name": axis_name, "schedule": schedule, "implementation": implementation}
+        result = parallel.forward(params, x, cache, plan, layer, **ways)
     return result if return_selection else result[:2]
+
+
+def check_plan(plan: Plan, cache: Cache, axis_name: str | None) -> None:
+    """Raises unless the plan was made for this axis and for such a cache."""
+    if axis_name is None and plan.cp > 1:
+        raise invalid("axis_name", None, f"the mesh axis of the plan's {plan.cp} ranks", "Name it, or plan with cp=1.")
+    if axis_name is not None and (ranks := axis_ranks(axis_name)) != plan.cp:
+        got, expected = f"a plan for cp = {plan.cp}", f"cp = {ranks}, the size of axis {axis_name!r}"
+        raise invalid("plan", got, expected, f"Make it with qsa.plan(..., cp={ranks}).")
+    if plan.fits is not None and (cache.requests < plan.fits[0] or cache.capacity < plan.fits[1]):
+        raise invalid(
+            "cache",
+            f"{cache.requests} requests of {cache.capacity} tokens",
+            "at least {} of {}, those of the cache in the plan".format(*plan.fits),
+            "Plan with the cache that is written.",
+        )
+
+
+def axis_ranks(axis_name: str) -> int:
+    """Ranks of a mesh axis of the shard_map around the caller."""
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise invalid(
+            "axis_name",
+            repr(axis_name),
+            "a mesh axis of the shard_map around this call",
+            "Call it inside jax.shard_map.",
+        ) from None
 
 
 def on_device(integer: Any) -> Array:

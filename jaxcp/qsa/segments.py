@@ -74,14 +74,14 @@ def spread(
     return owner, jnp.where(exists, item - take(ends - counts, owner), 0).astype(jnp.int32), exists
 
 
-def rows_of(segments: Segments, rows: int) -> Rows:
-    """Segment, request and position of each of `rows` rows."""
+def rows_of(segments: Segments, rows: int, stride: int = 1) -> Rows:
+    """Segment, request and position of each of `rows` rows; neighbours in a segment are `stride` positions apart."""
     row = jnp.arange(rows, dtype=jnp.int32)
     segment = jnp.maximum(rank_in(segments.first_row, row) - 1, 0)
     of_row = segments.at(segment)
     offset = row - of_row.first_row
     real = (offset >= 0) & (offset < of_row.count)
-    return Rows(segment, of_row.request, jnp.where(real, of_row.prefix + offset, -1))
+    return Rows(segment, of_row.request, jnp.where(real, of_row.prefix + offset * stride, -1))
 
 
 class Tiles(NamedTuple):
