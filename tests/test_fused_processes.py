@@ -20,7 +20,9 @@ import jax, numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 import cases, jaxcp
-from jaxcp import LogBase, Partial, launch
+from jaxcp import LogBase, Partial, launch, native
+from jaxcp.errors import BuildError
+from jaxcp.native import compiler
 from jaxcp.topology import make_mesh
 
 def exchange_of(**changes):
@@ -83,6 +85,14 @@ with launch.joined() as index:
     library.create = failing
     found["one failed"] = error(exchange_of)
     library.create = create
+    def missing(*arguments, **options):
+        raise BuildError("no compiler here")
+    for place, name in ((compiler, "cxx"), (native, "load")):
+        there = getattr(place, name)
+        if index == 1:
+            setattr(place, name, missing)
+        found[name] = error(exchange_of)
+        setattr(place, name, there)
     after = exchange_of()  # numbers still agree
     host, device = partials(after, 8)
     assert_merged(after, mapped(after)(*device), *host)
@@ -103,6 +113,8 @@ def test_set_up_calls_and_tear_down():
         assert found["names"] == 0
         assert "differ between processes: max_tokens is 4 in process 0 and 5 in process 1" in found["disagree"]
         assert "allocating the workspace failed in process 1: MemoryError: none left" in found["one failed"]
+        assert "choosing a backend failed in process 1: BackendError: backend='fused' cannot be used" in found["cxx"]
+        assert "building the library failed in process 1: BuildError: no compiler here" in found["load"]
         assert found["mapped"] == 2 * (2 + 2 * 2)  # two exchanges: own blocks, and both peers' for each of two ranks
         assert found["still mapped"] == 0
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("jaxcp-")]

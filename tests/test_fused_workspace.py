@@ -3,6 +3,7 @@
 import gc
 import re
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -210,11 +211,11 @@ def meeting(monkeypatch, hosts):
 
 class Unloaded(WorkspaceLibrary):
     def __init__(self):
-        self.protocol_version = 1
+        self.protocol_version, self.path = 1, Path("libjaxcp.so")
 
 
 def set_up(topology):
-    workspace.Workspace(topology, spec_of(cp=2), Unloaded(), 1.0, name="fused")
+    workspace.Workspace(topology, spec_of(cp=2), Unloaded, 1.0, name="fused")
 
 
 class AgreedError(Exception):
@@ -246,7 +247,7 @@ def test_only_groups_must_stay_inside_a_host(groups, hosts, fits, monkeypatch):
         raise AgreedError
 
     monkeypatch.setattr(Topology, "local_ranks", next_step)
-    topology = Topology("cp", 2, tuple(tuple(map(Remote, group)) for group in groups), "gpu", "", (9, 0))
+    topology = Topology("cp", 2, tuple(tuple(map(Remote, group)) for group in groups), "gpu", "", (9, 0), ())
     expected = pytest.raises(AgreedError) if fits else pytest.raises(NotImplementedError, match="several hosts")
     with expected:
         set_up(topology)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxcp import lse as lse_lib
 from jaxcp.errors import JaxcpError, invalid
 from jaxcp.exchange import order
-from jaxcp.exchange.resolve import module, resolve
+from jaxcp.exchange.resolve import module, resolve_together
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.lse import LogBase, Partial
 from jaxcp.topology import Topology
@@ -50,7 +50,7 @@ class Exchange:
         backend: str = "auto",
         timeout_s: float = 30.0,
     ):
-        """Resolves the backend and sets it up; collective over all processes of the job, if the backend owns memory.
+        """Resolves the backend and sets it up; collective over all processes of the job, unless a collective is named.
 
         Args:
           mesh: whose axis the keys are split over; the other axes make independent groups.
@@ -60,8 +60,9 @@ class Exchange:
           head_dim: width of a row (512 for absorbed MLA).
           dtype: of the rows: bfloat16, float16, float32 (or float64, for checks).
           backend: "auto" or one of `jaxcp.exchange.BACKENDS`.
-          timeout_s: seconds a rank of the fused backend waits for a peer before it gives up. XLA's collectives have no
-            such bound (NCCL's own is off by default), FlashInfer's kernel neither.
+          timeout_s: seconds a rank of the fused backend waits for a peer before it gives up; ten times as long in the
+            first run of each call of a program, whose peers may still be compiling it. XLA's collectives have no such
+            bound (NCCL's own is off by default), FlashInfer's kernel neither.
 
         Raises:
           ValueError, TypeError: bad arguments.
@@ -73,7 +74,7 @@ class Exchange:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 1e-3 <= timeout_s <= 1e8:
             raise invalid("timeout_s", repr(timeout_s), "0.001 to 1e8 seconds", "30.0 suits most hosts.")
         self.mesh, self.topology = mesh, topology
-        self.resolution = resolve(topology, self.spec, backend)
+        self.resolution = resolve_together(topology, self.spec, backend)
         self._engine = module(self.backend).Engine(topology, self.spec, float(timeout_s))
         self._closed = False
 

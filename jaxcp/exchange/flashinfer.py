@@ -70,7 +70,7 @@ class Engine(WorkspaceEngine):
     def __init__(self, topology: Topology, spec: ExchangeSpec, timeout_s: float):
         workspace = None
         if topology.runnable:
-            workspace = Workspace(topology, spec, load(), timeout_s, name="flashinfer")
+            workspace = Workspace(topology, spec, load, timeout_s, name="flashinfer")
         else:
             register_compile_only()
         super().__init__(spec, workspace)

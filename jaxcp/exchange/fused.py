@@ -5,6 +5,7 @@ slots live in the workspace, so a captured call can be replayed without its host
 in one order on all ranks.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -90,8 +91,8 @@ class Engine(WorkspaceEngine):
     def __init__(self, topology: Topology, spec: ExchangeSpec, timeout_s: float):
         workspace = None
         if spec.cp > 1 and topology.runnable:
-            library = native.load("cpu" if topology.platform == "cpu" else "cuda")
-            workspace = Workspace(topology, spec, library, timeout_s, name="fused")
+            load = functools.partial(native.load, "cpu" if topology.platform == "cpu" else "cuda")
+            workspace = Workspace(topology, spec, load, timeout_s, name="fused")
         elif spec.cp > 1:
             register_compile_only()
         super().__init__(spec, workspace)

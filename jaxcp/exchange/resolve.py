@@ -1,8 +1,8 @@
 """Which backend can work for a mesh, and which one `auto` takes.
 
 A backend is a module of this package with two names: `blocker(topology, spec)`, which says on the host, without
-touching a device, why it cannot work here (or None), and `Engine`. Blockers look only at facts that are the same on all
-ranks, so all ranks decide alike. Nothing falls back after this point.
+touching a device, why it cannot work here (or None), and `Engine`. Processes may differ in what they find (a compiler),
+so an `Exchange` asks all of them, see `resolve_together`. Nothing falls back after this point.
 """
 
 import dataclasses
@@ -13,9 +13,11 @@ import logging
 from types import ModuleType
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxcp.errors import BackendError, invalid
+from jaxcp.exchange import agree
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.topology import Topology
 
@@ -101,6 +103,20 @@ def resolve(topology: Topology, spec: ExchangeSpec, backend: str) -> Resolution:
             f"Usable here: {', '.join(n for n in BACKENDS if not blockers[n])}."
         )
     return Resolution(backend, "asked for by name", blockers, topology, spec)
+
+
+def resolve_together(topology: Topology, spec: ExchangeSpec, backend: str) -> Resolution:
+    """`resolve` in all processes of the job, where backends that own memory are in question: they meet in set-up.
+
+    Raises:
+      BackendError: also if a backend is blocked in some processes only, or "auto" finds another one there; in all.
+    """
+    mine = functools.partial(resolve, topology, spec, backend)
+    spans_the_job = jax.process_count() > 1 and topology.processes == tuple(range(jax.process_count()))
+    if spans_the_job and backend in ("auto", "fused", "flashinfer"):
+        chosen = agree.together("choosing a backend", lambda: {"backend": mine().chosen})
+        agree.the_same("backends", chosen)
+    return mine()
 
 
 def find_blocker(name: str, topology: Topology, spec: ExchangeSpec) -> str | None:

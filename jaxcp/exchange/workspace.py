@@ -19,6 +19,7 @@ meet: one process frees in that order by itself; with several, the maps go and t
 import itertools
 import logging
 import weakref
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -104,22 +105,32 @@ class Workspace:
     """
 
     def __init__(
-        self, topology: Topology, spec: ExchangeSpec, library: WorkspaceLibrary, timeout_s: float, *, name: str
+        self,
+        topology: Topology,
+        spec: ExchangeSpec,
+        load: Callable[[], WorkspaceLibrary],
+        timeout_s: float,
+        *,
+        name: str,
     ):
         """Collective over all processes of the job.
 
         Args:
           topology, spec: what is exchanged.
-          library: whose handlers will use the workspace.
+          load: gives the library whose handlers will use the workspace; builds it if need be.
           timeout_s: seconds a rank waits for a peer.
           name: of the backend, for logs and for the fingerprint.
 
         Raises:
           BackendError: a process could not set up its part, or the processes do not agree.
+          BuildError: the library cannot be built, in a job of one process.
           NotImplementedError: see `transport` and `check_hosts`; in every process, before anything is allocated.
         """
-        self.spec, self.library, self.timeout_s, self.name = spec, library, timeout_s, name
+        self.spec, self.timeout_s, self.name = spec, timeout_s, name
         self.transport = transport(topology)
+        if jax.process_count() > 1:
+            agree.together("building the library", lambda: {"key": load().path.stem})
+        self.library = library = load()
         self.number = self._agreed_number(topology)
         self._ranks = topology.local_ranks()
         self.configs = [self._config(topology, *local) for local in self._ranks]

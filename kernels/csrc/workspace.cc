@@ -201,7 +201,8 @@ std::optional<std::string> Registry::first_expiry(int64_t exchange) const {
 }
 
 std::string describe(const Config& config, const Expiry& expiry) {
-  char text[320];
+  const auto seconds = [](uint64_t ns) { return static_cast<double>(ns) * 1e-9; };
+  char text[384];
   if (expiry.peer == kForeign) {
     std::snprintf(text, sizeof text,
                   "TopologyError: exchange %lld: the program's mesh puts rank %d's device at place %d, the exchange's mesh at place %d. "
@@ -210,9 +211,9 @@ std::string describe(const Config& config, const Expiry& expiry) {
     return text;
   }
   std::snprintf(text, sizeof text,
-                "PeerTimeoutError: exchange %lld: rank %d waited longer than %.3g s for rank %d in call %u (row %d) and gave up. Outputs since "
-                "then are NaN. Find out what became of rank %d, then call reset() on all ranks.",
-                static_cast<long long>(config.exchange), config.rank, static_cast<double>(config.timeout_ns) * 1e-9,
+                "PeerTimeoutError: exchange %lld: rank %d waited longer than %.3g s (%.3g s in the first run of a call) for rank %d in "
+                "call %u (row %d) and gave up. Outputs since then are NaN. Find out what became of rank %d, then call reset() on all ranks.",
+                static_cast<long long>(config.exchange), config.rank, seconds(config.timeout_ns), seconds(config.first_timeout_ns),
                 expiry.peer, expiry.call, expiry.row, expiry.peer);
   return text;
 }
