@@ -128,15 +128,20 @@ def benchmarks() -> None:
 
 @bench.command()
 def exchange(
+    cp: Annotated[int, typer.Option(help="Ranks; 1 measures the merge alone. All GPUs if left out, at most 8.")] = 0,
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of the batch; repeatable.")] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
     repeat: Annotated[int, typer.Option(help="Runs per measurement; medians are reported.")] = 50,
 ) -> None:
-    """The merge of the exchange on one GPU, beside XLA's fusion of the same maths and the copy rate."""
+    """The exchange between ranks, every backend on the same work; on one GPU its merge, beside XLA's."""
+    import jax
     from rich.console import Console
 
-    from jaxcp.bench import exchange
+    from jaxcp.bench import exchange, ranks
 
-    exchange.run(output=output, repeat=repeat, console=Console())
+    cp = cp or (min(8, jax.device_count()) if jax.default_backend() == "gpu" else 1)
+    options = {"output": output, "repeat": repeat, "console": Console()} | ({"tokens": tokens} if tokens else {})
+    ranks.run(cp, **options) if cp > 1 else exchange.run(**options)
 
 
 def _relaunch(processes: int, cp: int, limit_s: float) -> None:

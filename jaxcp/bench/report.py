@@ -68,7 +68,25 @@ def _simulated_ranks(record: dict[str, Any]) -> str:
     )
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"lse_merge": _lse_merge, "simulated_ranks": _simulated_ranks}
+def _exchange(record: dict[str, Any]) -> str:
+    times = {(row["backend"], row["tokens"]): row for row in record["rows"]}
+    tokens, backends = sorted({n for _, n in times}), dict.fromkeys(name for name, _ in times)
+    lines = [[name, *(_clocks(times[name, n]) for n in tokens)] for name in backends]
+    facts = (
+        f"{record['cp']} ranks, {record['heads']} heads of {record['dim']}, {record['dtype']}; µs per layer of "
+        f"{record['layers']}, of the slowest rank: kernels / cadence / eager"
+    )
+    return _table(["backend", *map(str, tokens)], lines) + _source(record["environment"]["device_kind"], facts, record)
+
+
+def _clocks(row: dict[str, Any]) -> str:
+    clocks = (row["kernel_us"], row["cadence_us"], row["eager_us"])
+    return " / ".join("-" if us is None else f"{us:.1f}" for us in clocks)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "exchange": _exchange, "lse_merge": _lse_merge, "simulated_ranks": _simulated_ranks,
+}  # fmt: skip
 """Kind of record -> its table."""
 
 
