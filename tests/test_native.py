@@ -240,6 +240,9 @@ def test_a_library_of_another_build(cache, tiny):
     other.write_bytes(b"not a library")
     with pytest.raises(BuildError, match="does not load"):
         native.Library(other, "cpu", "0123")
+    other.write_bytes(path.read_bytes()[:-100])  # to map it and to touch its end would be SIGBUS
+    with pytest.raises(BuildError, match=r"does not load \(\d+ bytes of at least \d+\)"):
+        native.Library(other, "cpu", "0123")
 
 
 # Importing and loading.

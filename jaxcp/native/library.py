@@ -1,6 +1,7 @@
 """A built library in this process: checked to be the right one, its C interface callable."""
 
 import ctypes
+import struct
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ class Library:
     def __init__(self, path: Path, variant: str, key: str):
         self.path, self.variant = path, variant
         try:
+            _check_whole(path)
             self._lib = ctypes.CDLL(str(path))
             self._lib.jaxcp_build_key.restype = ctypes.c_char_p
             found = self._lib.jaxcp_build_key().decode()
@@ -49,3 +51,16 @@ class Library:
         by_reference = (ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments)
         if message := function(*by_reference):
             raise JaxcpError(message.decode())
+
+
+def _check_whole(path: Path) -> None:
+    """Raises OSError for a file that was cut off (a full disk, a crash): to map it would end the process (SIGBUS)."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        size = file.seek(0, 2)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        raise OSError("not an ELF file")
+    # The section headers are an ELF file's last part: their offset at 40, the size of one at 58, their number at 60.
+    offset, (width, count) = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<HH", header, 58)
+    if size < offset + width * count:
+        raise OSError(f"{size} bytes of at least {offset + width * count}")
