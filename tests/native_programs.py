@@ -1,6 +1,7 @@
 """Compiling and running the C++ and CUDA programs of tests/native."""
 
 import functools
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -62,6 +63,25 @@ def compile_cuda(
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return output
+
+
+def tool(name: str) -> str:
+    """Path of a CUDA binary tool, on PATH or from its wheel; the test is skipped where there is none."""
+    roots = (spec.submodule_search_locations or ()) if (spec := importlib.util.find_spec("nvidia")) else ()
+    wheels = [str(found) for root in roots for found in pathlib.Path(root).glob(f"*/bin/{name}")]
+    if found := shutil.which(name) or next(iter(wheels), None):
+        return found
+    pytest.skip(f"{name} is neither on PATH nor in a wheel nvidia-cuda-{name}")
+
+
+def machine_code(library: pathlib.Path, architecture: str, folder: pathlib.Path) -> pathlib.Path:
+    """The library's cubin for `architecture`, extracted into `folder`; a library has one per CUDA source file."""
+    subprocess.run(
+        [tool("cuobjdump"), "-xelf", architecture, str(library)],
+        cwd=folder, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    [found] = folder.glob("*.cubin")
+    return found
 
 
 def run(*command: str | os.PathLike, timeout_s: float, **environment: str) -> str:

@@ -3,26 +3,17 @@
 import re
 import shutil
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 
 import native_programs
 import pytest
-from native_programs import CSRC, NATIVE
+from native_programs import CSRC, NATIVE, tool
 
 from jaxcp.exchange import flashinfer
+from jaxcp.native import builder
 
 REGISTERS = {(2, 1): 64, (2, 2): 80, (4, 1): 80, (4, 2): 128, (8, 1): 128, (8, 2): 128, "general": 128}
 """Most registers of a variant, by ranks and units in flight: what its resident warps leave (Exchange::kWarps)."""
-
-
-def tool(name: str) -> str:
-    """Path of a CUDA binary tool, on PATH or from its wheel; the test is skipped where there is none."""
-    roots = (spec.submodule_search_locations or ()) if (spec := find_spec("nvidia")) else ()
-    wheels = [str(found) for root in roots for found in Path(root).glob(f"*/bin/{name}")]
-    if found := shutil.which(name) or next(iter(wheels), None):
-        return found
-    pytest.skip(f"{name} is neither on PATH nor in a wheel nvidia-cuda-{name}")
 
 
 def disassembled(path: Path) -> dict[str, list[str]]:
@@ -56,8 +47,10 @@ def variant(name: str):
 
 @pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
 def cubin(request, tmp_path_factory) -> Path:
-    output = tmp_path_factory.mktemp("kernel") / "exchange.cubin"
-    return native_programs.compile_cuda([CSRC / "exchange.cu"], output, request.param, ["-cubin"])
+    """Machine code of one architecture, taken out of the library that users load (see test_native)."""
+    native_programs.nvcc()
+    library = builder.build("cuda", architectures=("sm_90a", "sm_100a"))
+    return native_programs.machine_code(library, request.param, tmp_path_factory.mktemp("kernel"))
 
 
 @pytest.mark.slow
