@@ -1,13 +1,15 @@
 """A small gather that is waited for and a large one behind it that is not.
 
-XLA combines gathers of one axis into one, and then everybody waits for the large one. Two things keep the large one
+Left alone, XLA combines gathers of one axis into one, and then everybody waits for the large one. Two things keep it
 apart, each alone (tests/test_schedule_prefill.py shows both, and the failure without either):
 
 * a combiner key: gathers with different keys are never combined;
 * an optimization barrier over (gathered small, local large): the large gather then depends on the small one's end.
 
-With both, XLA's scheduler starts the large gather directly after the small one and waits for it where its result is
-first read. There are no streams, no events and nothing to order by hand; a rank's program fixes one order for all.
+XLA's scheduler then places both: it starts a gather as late as its latency, by its own estimate, still passes behind
+other work. What that work may be is ours to say. Whatever is computed before the barrier hides the small gather, and
+only what comes after it can hide the large one. There are no streams, no events and nothing to order by hand; a
+program fixes one order of its collectives for all ranks.
 """
 
 from collections.abc import Callable
@@ -19,8 +21,8 @@ from jaxtyping import Array, Shaped
 
 KEY = "jaxcp_early"
 
-Pair = tuple[Array, Callable[[Any], Array]]
-"""The gathered small array, and what gives the gathered large one once the work that it may hide behind is known."""
+Gathered = tuple[Any, Any, Callable[[Any], tuple[Array, Any]]]
+"""The gathered small array, the local arrays, and what gives (gathered large array, work) once there is the work."""
 
 
 def all_gather(x: Shaped[Array, "rows *features"], axis_name: str) -> Shaped[Array, "all_rows *features"]:
@@ -28,45 +30,52 @@ def all_gather(x: Shaped[Array, "rows *features"], axis_name: str) -> Shaped[Arr
     return lax.all_gather(x, axis_name, tiled=True, to="invarying")
 
 
-def start_early(
-    x: Shaped[Array, "rows *features"], axis_name: str, *, after: Array, key: str = KEY
-) -> tuple[Array, Shaped[Array, "all_rows *features"]]:
-    """`after`, and every rank's `x`, gathered asynchronously from the moment when `after` exists.
+def start_early[T](x: Shaped[Array, "rows *features"], axis_name: str, *, after: T, key: str = KEY) -> tuple[T, Array]:
+    """`after`, and every rank's `x` [all_rows, features], gathered asynchronously from when `after` exists.
 
     What uses the returned `after` and not the gathered rows runs while they travel.
 
     Args:
-      x: [rows, ...], this rank's; in shard_map.
+      x: [rows, features], this rank's; in shard_map.
       axis_name: mesh axis.
-      after: an array; the gather starts behind whatever makes it.
-      key: gathers with different keys are never combined into one; one that shares its key may be.
+      after: a tree of arrays; the gather starts behind whatever makes them.
+      key: gathers with different keys are never combined into one; those that share one may be.
     """
     after, x = lax.optimization_barrier((after, x))
     with set_xla_metadata(combiner_key=key):
         return after, all_gather(x, axis_name)
 
 
-def overlapped(small: Array, large: Array, axis_name: str) -> Pair:
-    """The small gather first and inline; the large one starts directly behind it."""
-    small, large = start_early(large, axis_name, after=all_gather(small, axis_name))
-    return small, lambda work: large
+def overlapped(small: Array, large: Array, local: Any, axis_name: str) -> Gathered:
+    """The small gather while the local arrays are computed; the large one from then on, behind the work.
+
+    Args:
+      small, large: what is gathered.
+      local: a tree of this rank's arrays that only the work needs.
+      axis_name: mesh axis.
+    """
+    (small, local), large = start_early(large, axis_name, after=(all_gather(small, axis_name), local))
+    return small, local, lambda work: (large, work)
 
 
-def large_first(small: Array, large: Array, axis_name: str) -> Pair:
-    """The large gather starts first, the small one runs while it is under way."""
+def large_first(small: Array, large: Array, local: Any, axis_name: str) -> Gathered:
+    """The large gather while the local arrays are computed; the small one from then on, waited for."""
     with set_xla_metadata(combiner_key=KEY):
         large = all_gather(large, axis_name)
-    return all_gather(small, axis_name), lambda work: large
+    large, small, local = lax.optimization_barrier((large, small, local))
+    return all_gather(small, axis_name), local, lambda work: (large, work)
 
 
-def inline(small: Array, large: Array, axis_name: str) -> Pair:
-    """No overlap: the large gather starts when the work is done. What the others are measured against."""
+def inline(small: Array, large: Array, local: Any, axis_name: str) -> Gathered:
+    """The large gather when the work is done, behind nothing. What the others are measured against."""
 
     def finish(work):
-        _, ready = lax.optimization_barrier((work, large))
-        return all_gather(ready, axis_name)
+        ready, work = lax.optimization_barrier((large, work))
+        with set_xla_metadata(combiner_key=KEY):
+            return all_gather(ready, axis_name), work
 
-    return all_gather(small, axis_name), finish
+    small, local = lax.optimization_barrier((all_gather(small, axis_name), local))  # nothing is left to hide it
+    return small, local, finish
 
 
 SCHEDULES = {"overlapped": overlapped, "kv_first": large_first, "inline": inline}

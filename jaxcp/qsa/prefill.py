@@ -1,5 +1,6 @@
 """A QSA layer over the new tokens of a packed batch."""
 
+from collections.abc import Callable
 from functools import partial as bind
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.forward import check_arguments, check_layer, count_trace, forward
 from jaxcp.qsa.params import Params
 from jaxcp.qsa.plan import Plan
+from jaxcp.qsa.view import view_of
 
 
 def prefill(
@@ -48,8 +50,8 @@ def prefill(
       plan: of `qsa.plan`, made for as many ranks as the axis has.
       axis_name: mesh axis of context parallelism; None: one device.
       layer: of the cache, a host integer or an int32 scalar on the device.
-      schedule: of the two gathers of a layer: "overlapped", K/V's starts behind that of the index keys and travels
-        while the indexer works; "kv_first", K/V's starts before; "inline", K/V's waits for the indexer.
+      schedule: when a layer's two gathers run. "overlapped": index keys while the rows are projected, K/V while the
+        indexer works; "kv_first": K/V while the rows are projected, then index keys; "inline": K/V behind nothing.
       implementation: of selection and attention: "xla", or "auto" for the best available.
       return_selection: also return the selected blocks of every row.
 
@@ -83,15 +85,34 @@ _STATIC = ("axis_name", "schedule", "implementation", "return_selection")
 @bind(jax.jit, static_argnames=_STATIC, donate_argnames="cache")
 def _prefill(params, x, cache, plan, layer, *, axis_name=None, schedule=None, implementation, return_selection):
     count_trace("prefill")
+    check_rows(params, x, cache, plan)
+    one = layer_of(plan, cache, axis_name=axis_name, schedule=schedule, implementation=implementation)
+    result = one(params, x, cache, layer)
+    return result if return_selection else result[:2]
+
+
+def layer_of(plan: Plan, cache: Cache, *, axis_name: str | None, schedule: str | None, implementation: str) -> Callable:
+    """(params, x, cache, layer) -> (y, cache, selection) of any layer of this forward; what they share is made here."""
+    if axis_name is None:
+        shared = {"segments": plan.segments, "rope": plan.rope_positions, "context": plan.context, "longest": plan.rows}
+        return bind(_plain, **shared, implementation=implementation)
+    ways = {"compressed": plan.index_block > 1, "axis_name": axis_name, "schedule": schedule}
+    view = view_of(plan, lax.axis_index(axis_name), cache)
+    return bind(_parallel, view=view, **ways, implementation=implementation)
+
+
+def _plain(params, x, cache, layer, *, segments, rope, **bounds):
+    return forward(params, x, cache, segments, rope, layer, **bounds)
+
+
+def _parallel(params, x, cache, layer, *, view, **ways):
+    return parallel.forward(params, x, cache, view, layer, **ways)
+
+
+def check_rows(params: Params, x: Array, cache: Cache, plan: Plan) -> None:
+    """Raises unless params, this rank's rows and the cache belong together."""
     remedy = "Pad the packed tokens with plan.pad(x), or deal them out with plan.shard(x)."
     check_arguments(params, x, cache, plan.local_rows, remedy)
-    if axis_name is None:
-        segments, rope, bounds = plan.segments, plan.rope_positions, {"context": plan.context, "longest": plan.rows}
-        result = forward(params, x, cache, segments, rope, layer, **bounds, implementation=implementation)
-    else:
-        ways = {"axis_name": axis_name, "schedule": schedule, "implementation": implementation}
-        result = parallel.forward(params, x, cache, plan, layer, **ways)
-    return result if return_selection else result[:2]
 
 
 def check_plan(plan: Plan, cache: Cache, axis_name: str | None) -> None:

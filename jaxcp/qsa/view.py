@@ -15,14 +15,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxcp.layout import Split
+from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.indexing import take
 from jaxcp.qsa.plan import Plan
 from jaxcp.qsa.queries import Queries
 from jaxcp.qsa.segments import Rows, Segments, rows_of
+from jaxcp.qsa.update import with_room
 
 
 class View(NamedTuple):
-    """Maps of one forward on one rank; lives inside one trace.
+    """Maps of one forward on one rank, the same for all layers; lives inside one trace.
+
+    Rows that have no place in the cache are padding here.
 
     Attributes:
       segments: of all new tokens in packed order, one per request.
@@ -43,8 +47,8 @@ class View(NamedTuple):
     own_rope: Int[Array, "3 local"]
 
 
-def view_of(plan: Plan, rank: Int[Array, ""], capacity: int) -> View:
-    """The maps of `rank`; `capacity` bounds a request's tokens."""
+def view_of(plan: Plan, rank: Int[Array, ""], cache: Cache) -> View:
+    """The maps of `rank`, for forwards over `cache`."""
     segments, split, local = plan.segments, plan.split(), plan.local_rows
     rows = rows_of(segments, plan.rows)
 
@@ -59,8 +63,10 @@ def view_of(plan: Plan, rank: Int[Array, ""], capacity: int) -> View:
         rope = plan.rope_positions
         own_rope = take(rope.T, jnp.maximum(split.tokens(rank, local), 0)).T
     place = jnp.clip(split.gathered(jnp.arange(plan.rows, dtype=jnp.int32), local), 0, plan.rows - 1)
-    queries = Queries(_segments_on(segments, split, rank), own, min(plan.context, capacity), local)
-    return View(segments, rows, rope, place, Rows(*(a.reshape(-1) for a in everyone)), queries, own_rope)
+    gathered = Rows(*(a.reshape(-1) for a in everyone))
+    rows, gathered, own = (with_room(cache, r) for r in (rows, gathered, own))
+    queries = Queries(_segments_on(segments, split, rank), own, min(plan.context, cache.capacity), local)
+    return View(segments, rows, rope, place, gathered, queries, own_rope)
 
 
 def _segments_on(segments: Segments, split: Split, rank: Int[Array, ""]) -> Segments:
