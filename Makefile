@@ -25,7 +25,9 @@ demo: $(VENV)/runtime.stamp
 
 test: $(VENV)/test.stamp
 	$(STEP) "tests, jax $$($(VENV)/bin/python -c 'from importlib.metadata import version; print(version("jax"))'), $(JOBS) workers"
-	@JAXCP_COMPILE_ONLY=$(CURDIR)/$(VENV)/compile-only $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "not soak" $(ARGS)
+	@JAXCP_COMPILE_ONLY=$(CURDIR)/$(VENV)/compile-only \
+	  JAXCP_FLASHINFER_INCLUDE=$(CURDIR)/$(VENV)/flashinfer/data/include \
+	  $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "not soak" $(ARGS)
 
 lint: $(VENV)/test.stamp
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
@@ -45,12 +47,13 @@ $(VENV)/runtime.stamp: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 # The CUDA plugin compiles for H200 and B200 without a GPU. It stays out of the environment itself (jax would try to
-# start it in every process) and is put on the path of the tests that compile.
+# start it in every process) and is put on the path of the tests that compile. Of FlashInfer the tests compile two headers.
 $(VENV)/test.stamp: $(VENV)/runtime.stamp
-	$(STEP) "installing the test tools and the compile-only CUDA plugin (about 150 MB)"
+	$(STEP) "installing the test tools, the compile-only CUDA plugin and FlashInfer's headers (about 250 MB)"
 	@$(PIP) -e '.[dev,$(RUNTIME_EXTRAS)]' $(PIN)
 	@jax=$$($(VENV)/bin/python -c 'from importlib.metadata import version; print(version("jax"))') && \
 	  $(PIP) --no-deps --upgrade --target $(VENV)/compile-only "jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax"
+	@$(VENV)/bin/python scripts/flashinfer-headers.py $(VENV) 0.7.4
 	@touch $@
 
 clean:
