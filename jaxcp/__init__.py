@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from jaxcp import decode as decode
     from jaxcp import layout as layout
     from jaxcp import lse as lse
+    from jaxcp import overlap as overlap
     from jaxcp import qsa as qsa
     from jaxcp.errors import BackendError as BackendError
     from jaxcp.errors import BuildError as BuildError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "Exchange": "jaxcp.exchange", "explain": "jaxcp.exchange",
     "LogBase": "jaxcp.lse", "Partial": "jaxcp.lse",
-    "layout": None, "lse": None, "decode": None, "qsa": None,
+    "layout": None, "lse": None, "decode": None, "overlap": None, "qsa": None,
     "BackendError": "jaxcp.errors", "BuildError": "jaxcp.errors", "CacheOverflowError": "jaxcp.errors",
     "JaxcpError": "jaxcp.errors", "PeerTimeoutError": "jaxcp.errors", "StaleCacheError": "jaxcp.errors",
     "TopologyError": "jaxcp.errors",

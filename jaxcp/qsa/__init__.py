@@ -2,7 +2,10 @@
 
 plan = qsa.plan(lengths, prefix_lengths, cache=cache)      # host integers -> one small device array, static buckets
 y, cache = qsa.prefill(params, plan.pad(x), cache, plan)   # writes the chunk, attends; the cache is donated
+y, cache = qsa.prefill_layers(params, x, cache, plan)      # a stack of layers, params stacked
 y, cache = qsa.decode(params, x, cache, lengths)           # k >= 1 tokens of every request
+
+Context parallelism: qsa.plan(..., cp=8), and prefill inside jax.shard_map with axis_name="cp", on plan.shard(x).
 """
 
 from jaxcp.qsa.cache import Cache, check, init_cache
@@ -10,6 +13,7 @@ from jaxcp.qsa.checkpoint import load_params
 from jaxcp.qsa.config import QSAConfig
 from jaxcp.qsa.decode import decode
 from jaxcp.qsa.forward import traces
+from jaxcp.qsa.layers import prefill_layers
 from jaxcp.qsa.params import IndexerParams, Params, from_tensors, init_params
 from jaxcp.qsa.plan import Plan, plan
 from jaxcp.qsa.prefill import prefill
@@ -30,6 +34,7 @@ __all__ = [
     "load_params",
     "plan",
     "prefill",
+    "prefill_layers",
     "restore",
     "save",
     "traces",

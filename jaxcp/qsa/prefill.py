@@ -64,14 +64,8 @@ def prefill(
 
     Source: Qwen sparse attention as released with Qwen3.8-Flash-Next.
     """
-    if not isinstance(plan, Plan):
-        raise invalid(
-            "plan", type(plan).__name__, "a plan", "Make it with qsa.plan(lengths, prefix_lengths).", TypeError
-        )
-    check_plan(plan, cache, axis_name)
+    check_ways(plan, cache, axis_name, schedule)
     check_layer(layer, cache)
-    if schedule not in SCHEDULES:
-        raise invalid("schedule", repr(schedule), f"one of {sorted(SCHEDULES)}", "It orders a layer's two gathers.")
     if axis_name is not None and plan.cp == 1:
         x = all_gather(x, axis_name)  # of one rank: the same array, known to be the same on all
     ranks = {"axis_name": axis_name, "schedule": schedule} if plan.cp > 1 else {}
@@ -115,8 +109,14 @@ def check_rows(params: Params, x: Array, cache: Cache, plan: Plan) -> None:
     check_arguments(params, x, cache, plan.local_rows, remedy)
 
 
-def check_plan(plan: Plan, cache: Cache, axis_name: str | None) -> None:
-    """Raises unless the plan was made for this axis and for such a cache."""
+def check_ways(plan: Plan, cache: Cache, axis_name: str | None, schedule: str) -> None:
+    """Raises unless the plan was made for this axis and for such a cache, and there is such a schedule."""
+    if not isinstance(plan, Plan):
+        raise invalid(
+            "plan", type(plan).__name__, "a plan", "Make it with qsa.plan(lengths, prefix_lengths).", TypeError
+        )
+    if schedule not in SCHEDULES:
+        raise invalid("schedule", repr(schedule), f"one of {sorted(SCHEDULES)}", "It orders a layer's two gathers.")
     if axis_name is None and plan.cp > 1:
         raise invalid("axis_name", None, f"the mesh axis of the plan's {plan.cp} ranks", "Name it, or plan with cp=1.")
     if axis_name is not None and (ranks := axis_ranks(axis_name)) != plan.cp:
