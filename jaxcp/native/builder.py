@@ -31,7 +31,16 @@ SOURCES = {
     "cpu": (*_COMMON, "fused_block.cc", "memory_host.cc", "ffi_cpu.cc"),
     "cuda": (*_COMMON, "fused_block.cc", "memory_cuda.cc", "exchange.cu", "ffi_cuda.cc", "ffi_simulated.cc"),
     "flashinfer": (*_COMMON, "flashinfer_block.cc", "memory_cuda.cc", "flashinfer.cu", "ffi_flashinfer.cc"),
-    "qsa": ("build_key.cc", "qsa/preload.cc"),
+    "qsa": (
+        "build_key.cc",
+        "qsa/preload.cc",
+        "qsa/attend.cu",
+        "qsa/attend_lists.cu",
+        "qsa/attend_mma.cu",
+        "qsa/attend_rows.cu",
+        "qsa/attend_wgmma.cu",
+        "qsa/ffi_attend.cc",
+    ),
 }
 """Translation units of each library. "cpu" needs no CUDA: it is the host twin of the exchange kernels."""
 

@@ -13,7 +13,7 @@ HANDLERS = {
     "cpu": ("jaxcp_fused",),
     "cuda": ("jaxcp_fused", "jaxcp_fused_simulated"),
     "flashinfer": ("jaxcp_flashinfer",),
-    "qsa": (),
+    "qsa": ("jaxcp_qsa_attend",),
 }
 """FFI targets of each library, under the names of their symbols."""
 

@@ -1,7 +1,6 @@
 """One layer over a set of query rows, prefill and decode alike; and the count of what was traced."""
 
 import collections
-import logging
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,15 +12,14 @@ from jaxcp.qsa.cache import Cache, check_cache
 from jaxcp.qsa.layer import Products, gated, output, prepare, products
 from jaxcp.qsa.params import Params, check_params
 from jaxcp.qsa.queries import Queries
+from jaxcp.qsa.resolve import resolve
 from jaxcp.qsa.rope import table
 from jaxcp.qsa.segments import Rows, Segments, rows_of
 from jaxcp.qsa.selection import SELECT
 from jaxcp.qsa.sparse import ATTEND
 from jaxcp.qsa.update import update
 
-_log = logging.getLogger(__name__)
 _traces: collections.Counter[str] = collections.Counter()
-_announced: set[str] = set()
 
 
 def forward(
@@ -70,27 +68,11 @@ def mix(
     projected = prepare(params, of, table(config, rope, accumulation_dtype(of.k.dtype)))
     cache, rows = update(params, cache, layer, projected.k, projected.v, projected.index_k, rope, rows, segments)
     queries = Queries(segments, rows, min(context, cache.capacity), longest)
-    blocks = resolve("selection", SELECT, implementation)(projected.index_q, cache, layer, queries, config)
-    attended = resolve("sparse attention", ATTEND, implementation)(projected.q, blocks, cache, layer, queries, config)
+    select = resolve("selection", SELECT, implementation, config, cache)
+    attend = resolve("sparse attention", ATTEND, implementation, config, cache)
+    blocks = select(projected.index_q, cache, layer, queries, config)
+    attended = attend(projected.q, blocks, cache, layer, queries, config)
     return gated(attended.o, projected.gate), rows, cache, blocks
-
-
-def resolve(operation: str, table: dict, implementation: str):
-    """The implementation of that name; "auto" takes the first, and logs it once.
-
-    Raises:
-      ValueError: no implementation has the name.
-    """
-    if implementation == "auto":
-        implementation = next(iter(table))
-        if operation not in _announced:
-            _announced.add(operation)
-            _log.info("QSA %s: %s, the only implementation", operation, implementation)
-    if implementation not in table:
-        raise invalid(
-            "implementation", repr(implementation), f"'auto' or one of {sorted(table)}", f"It chooses the {operation}."
-        )
-    return table[implementation]
 
 
 def check_arguments(params: Params, x: Array, cache: Cache, rows: int, remedy: str) -> None:

@@ -19,9 +19,9 @@ from jaxcp.lse import accumulation_dtype
 from jaxcp.overlap import SCHEDULES
 from jaxcp.qsa import index_keys
 from jaxcp.qsa.cache import Cache
-from jaxcp.qsa.forward import resolve
 from jaxcp.qsa.layer import Products, Projected, gated, output, prepare, products
 from jaxcp.qsa.params import Params
+from jaxcp.qsa.resolve import resolve
 from jaxcp.qsa.rope import table
 from jaxcp.qsa.selection import SELECT
 from jaxcp.qsa.sparse import ATTEND
@@ -76,11 +76,13 @@ def mix(
     local = projected.q, projected.gate, projected.index_q
     index, (q, gate, index_q), finish = SCHEDULES[schedule](*sent, local, axis_name)
     cache = write(params, cache, layer, index, view)
-    blocks = resolve("selection", SELECT, implementation)(index_q, cache, layer, view.own, config)
+    select = resolve("selection", SELECT, implementation, config, cache)
+    blocks = select(index_q, cache, layer, view.own, config)
     kv, blocks = finish(*varying.over(own, blocks))
     k, v = unpacked_kv(kv, projected)
     cache = write_kv(cache, layer, k, v, view.gathered.request, view.gathered.position)
-    attended = resolve("sparse attention", ATTEND, implementation)(q, blocks, cache, layer, view.own, config)
+    attend = resolve("sparse attention", ATTEND, implementation, config, cache)
+    attended = attend(q, blocks, cache, layer, view.own, config)
     return gated(*varying.over(own, attended.o), gate), cache, blocks
 
 

@@ -21,6 +21,7 @@ from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.config import QSAConfig
 from jaxcp.qsa.indexing import quotient, remainder, take
 from jaxcp.qsa.queries import Queries, in_steps, scratch_rows
+from jaxcp.qsa.resolve import Implementation
 from jaxcp.qsa.segments import tiles_of
 
 MAX_TILE = 128
@@ -113,5 +114,5 @@ def _tile_length(queries: Queries, row_bytes: int) -> int:
     return min(wanted, scratch_rows(row_bytes))
 
 
-SELECT = {"xla": select_xla}
-"""Implementations of scoring and selection by name; each has the signature of `select_xla`."""
+SELECT = {"xla": Implementation(select_xla)}
+"""Implementations of scoring and selection by name, the best first; each has the signature of `select_xla`."""

@@ -16,11 +16,13 @@ from jaxtyping import Array, Float, Int
 from jaxcp import storage
 from jaxcp.lse import LogBase, Partial
 from jaxcp.products import contract
+from jaxcp.qsa import kernel_attend
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.config import QSAConfig
 from jaxcp.qsa.indexing import quotient, remainder, take
 from jaxcp.qsa.numerics import narrow, widen
 from jaxcp.qsa.queries import Queries, in_steps
+from jaxcp.qsa.resolve import Implementation
 from jaxcp.qsa.selection import token_rows
 
 
@@ -83,5 +85,8 @@ def attend_xla(
     return Partial(o, lse, LogBase.TWO)
 
 
-ATTEND = {"xla": attend_xla}
-"""Implementations of sparse attention by name; each has the signature of `attend_xla`."""
+ATTEND = {
+    "cuda": Implementation(kernel_attend.attend_cuda, kernel_attend.blocker),
+    "xla": Implementation(attend_xla),
+}
+"""Implementations of sparse attention by name, the best first; each has the signature of `attend_xla`."""

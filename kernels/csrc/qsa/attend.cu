@@ -10,7 +10,7 @@ int64_t tiles_of(const AttendParams& p, int64_t rows) { return (rows + p.tile_ro
 
 int64_t list_words(const AttendParams& p) {
   const int64_t rows = p.rows < p.slice ? p.rows : p.slice;
-  const int64_t words = p.tile_rows == 1 ? 0 : tiles_of(p, rows) * p.list_words();
+  const int64_t words = p.has_lists() ? tiles_of(p, rows) * p.list_words() : 0;
   return (words + 3) / 4 * 4;  // partials behind them are read 16 bytes at a time
 }
 int64_t part_words(const AttendParams& p) {
@@ -24,7 +24,7 @@ bool has_warpgroup_mma() {
 }
 
 cudaError_t launch_slice(const AttendParams& p, const Slice& slice, cudaStream_t stream) {
-  if (p.tile_rows == 1) return launch_portable(p, slice, stream);
+  if (!p.has_lists()) return launch_rows(p, slice, stream);
   if (cudaError_t error = launch_lists(p, slice, stream); error != cudaSuccess) return error;
   return has_warpgroup_mma() ? launch_hopper(p, slice, stream) : launch_portable(p, slice, stream);
 }
@@ -44,6 +44,7 @@ const char* problem(const AttendParams& p) {
   if (p.slice < 1 || p.slice % p.tile_rows != 0) return "slice must be a positive multiple of tile_rows";
   if (p.splits > 1 && p.slice < p.rows) return "lists are cut only where one slice holds all rows";
   if (p.pages * p.blocks_per_page() > kMostSlots) return "a layer must have at most 2^24 blocks";
+  if (p.rows * p.heads * (p.dim / 8) >= int64_t{1} << 32) return "queries must be below 64 GiB";
   if (p.pages * p.page_size * p.kv_heads * (p.dim / 8) >= int64_t{1} << 32) return "a layer's keys must be below 64 GiB";
   if (tiles_of(p, p.slice) * p.kv_heads * p.splits > kMostBlocks || p.rows * p.heads > kMostBlocks) return "too many rows";
   if (p.scratch_size < scratch_words(p)) return "scratch is too small";
@@ -69,7 +70,7 @@ cudaError_t launch_attend(const AttendParams& p, cudaStream_t stream) {
 }
 
 cudaError_t load_attend() {
-  for (const auto load : {load_lists, load_portable, load_hopper}) {
+  for (const auto load : {load_lists, load_portable, load_hopper, load_rows}) {
     if (cudaError_t error = load(); error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -45,12 +45,17 @@ __global__ __launch_bounds__(kWindow) void build_lists(const AttendParams p, con
     if (group.members == 0) continue;
     const int32_t* table = p.page_table + int64_t{request[leader]} * p.table_width;
     for (int window = 0; window < group.blocks; window += 32 * kWindow) {
-      for (int row = 0; row < rows; ++row) bitmaps[row][threadIdx.x] = 0;
+#pragma unroll
+      for (int row = 0; row < kMostRows; ++row) bitmaps[row][threadIdx.x] = 0;
       __syncthreads();
-      for (int row = 0; row < rows; ++row) {
-        if ((group.members >> row & 1) == 0) continue;
-        const int32_t* ids = p.blocks + (first + row) * p.width;
-        for (int i = threadIdx.x; i < p.width; i += kWindow) mark(bitmaps[row], ids[i], window);
+      for (int i = threadIdx.x; i < p.width; i += kWindow) {
+        int32_t ids[kMostRows];  // all rows' at once: one wait for memory
+#pragma unroll
+        for (int row = 0; row < kMostRows; ++row) {
+          ids[row] = group.members >> row & 1 ? p.blocks[(first + row) * p.width + i] : -1;
+        }
+#pragma unroll
+        for (int row = 0; row < kMostRows; ++row) mark(bitmaps[row], ids[row], window);
       }
       __syncthreads();
       const uint32_t any = union_word(bitmaps, rows, threadIdx.x);

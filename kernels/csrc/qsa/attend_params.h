@@ -22,8 +22,8 @@
 //   attend_wgmma.cu  Hopper: 1 warpgroup gathers, 2 compute, each every other chunk, merged at the end. Per chunk of
 //                    dim 256: 64 KiB gathered (1900 clocks of L2), 2 * 64 * 64 * 256 MACs (1024 clocks), 96 KiB of shared
 //                    memory read and 64 KiB written (1280 clocks). 232 registers: O 128, scores 32, P 16.
-//   attend_mma.cu    portable (mma.sync): every warp computes 16 MMA rows over a part of each chunk's tokens. 4 x 2 warps
-//                    for tiles; 1 x 4 for single rows of at most 16 heads per KV head.
+//   attend_mma.cu    the same tiles with mma.sync, where there is no warpgroup MMA.
+//   attend_rows.cu   rows that go alone, with mma.sync.
 //
 // FEW ROWS. Where requests have only a row or so each (decode), a tile would be a union of strangers: rows go alone
 // (`tile_rows` = 1, no lists: a row's ids are its list), and each list is cut into `splits` parts, whose partials a last
@@ -65,12 +65,14 @@ struct AttendParams {
   int64_t rows, layers, pages;
   int32_t requests, table_width, heads, kv_heads, dim, width, page_size, ratio;
   float scale_log2e;
-  int32_t tile_rows;  // 1: rows go alone and there are no lists
+  int32_t tile_rows;  // 1: rows go alone
   int32_t splits;     // parts that a list is cut into
   int64_t slice;      // rows at a time, which bounds the lists; a multiple of tile_rows; all rows if splits > 1
 
   JAXCP_BOTH int32_t group() const { return heads / kv_heads; }
   JAXCP_BOTH int32_t blocks_per_page() const { return page_size / ratio; }
+  // Whether rows are attended to in tiles that have lists; a row that goes alone needs none if its heads fill one MMA.
+  JAXCP_BOTH bool has_lists() const { return tile_rows > 1 || group() > 16; }
   // A tile's list: number of complete blocks, number of tails, entries.
   JAXCP_BOTH int64_t list_words() const { return 2 + int64_t{tile_rows} * (width + 1); }
 };

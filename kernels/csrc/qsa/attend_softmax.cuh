@@ -20,7 +20,11 @@ __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Two rows' largest score so far and this thread's share of the sum of 2^(score - top).
+// Two rows' reference of the exponents and this thread's share of the sum of 2^(score - top).
+//
+// The reference follows the largest score only when that is more than kSlack above it: probabilities stay below 2^kSlack,
+// far from where anything overflows, their rounding is relative and so the same, and outputs are rarely rescaled.
+constexpr float kSlack = 8;
 struct Running {
   float top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
 };
@@ -36,7 +40,7 @@ __device__ __forceinline__ float finite(float top) { return top == -INFINITY ? 0
 
 // Takes the scores of TILES * 8 tokens in: masks them, updates `running`, gives the probabilities as operand A and what
 // earlier outputs shrink by. masks[t] holds the tile rows of two tokens, a byte each; rows[i] this thread's two rows.
-// Returns whether any row of the warp shrinks by anything but 1.
+// Returns whether any row of the warp shrinks.
 template <int TILES>
 __device__ __forceinline__ bool take_scores(float (&s)[TILES][4], const uint32_t (&masks)[TILES],
                                             const uint32_t (&rows)[2], Running& running, float (&shrink)[2],
@@ -50,19 +54,24 @@ __device__ __forceinline__ bool take_scores(float (&s)[TILES][4], const uint32_t
       top[i / 2] = fmaxf(top[i / 2], s[t][i]);
     }
   }
-  float base[2];
-  bool changed = false;
+  bool moves = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
     top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-    top[r] = fmaxf(top[r], running.top[r]);
-    base[r] = finite(top[r]);
-    shrink[r] = exp2_fast(running.top[r] - base[r]);
-    changed |= top[r] != running.top[r];
-    running.top[r] = top[r];
-    running.total[r] *= shrink[r];
+    moves |= top[r] > running.top[r] + kSlack;
   }
+  moves = __any_sync(~0u, moves);
+  if (moves) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float higher = fmaxf(top[r], running.top[r]);
+      shrink[r] = exp2_fast(running.top[r] - finite(higher));
+      running.top[r] = higher;
+      running.total[r] *= shrink[r];
+    }
+  }
+  const float base[2] = {finite(running.top[0]), finite(running.top[1])};
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
 #pragma unroll
@@ -72,7 +81,7 @@ __device__ __forceinline__ bool take_scores(float (&s)[TILES][4], const uint32_t
     probabilities[t][0] = bf16_pair(s[t][0], s[t][1]);
     probabilities[t][1] = bf16_pair(s[t][2], s[t][3]);
   }
-  return __any_sync(~0u, changed);
+  return moves;
 }
 
 // Sums the threads' shares.

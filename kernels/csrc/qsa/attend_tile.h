@@ -63,18 +63,26 @@ JAXCP_BOTH uint32_t union_word(const uint32_t (*bitmaps)[kWindow], int rows, int
   return any;
 }
 
-// Writes the entries of a word of the union in ascending order; block `first` is its bit 0.
+// Writes the entries of a word of the union in ascending order; block `first` is its bit 0. A page is looked up once.
 JAXCP_BOTH void emit(const uint32_t (*bitmaps)[kWindow], int rows, int word, int first, uint32_t any,
                      const int32_t* table, int table_width, int blocks_per_page, int32_t* entries) {
+  if (any == 0) return;
+  int end = first;  // of the page whose slots are `base` + block
+  uint32_t base = 0;
   for (; any != 0; any &= any - 1) {
 #ifdef __CUDA_ARCH__
     const int bit = __ffs(any) - 1;
 #else
     const int bit = __builtin_ctz(any);
 #endif
+    const int block = first + bit;
+    if (block >= end) {
+      base = slot_of(table, table_width, blocks_per_page, block) - block;
+      end = block - block % blocks_per_page + blocks_per_page;
+    }
     uint32_t members = 0;
     for (int row = 0; row < rows; ++row) members |= (bitmaps[row][word] >> bit & 1) << row;
-    *entries++ = list_entry(slot_of(table, table_width, blocks_per_page, first + bit), members);
+    *entries++ = list_entry(base + block, members);
   }
 }
 

@@ -46,7 +46,7 @@ __device__ __forceinline__ Item item_at(const AttendParams& p, const Slice& slic
   item.head = static_cast<int>(heads - tile * p.kv_heads);
   item.first = slice.first + offset;
   item.rows = static_cast<int>(min(int64_t{p.tile_rows}, slice.count - offset));
-  item.list = p.tile_rows > 1 ? slice.lists + tile * p.list_words() : nullptr;
+  item.list = p.has_lists() ? slice.lists + tile * p.list_words() : nullptr;
   return item;
 }
 
@@ -58,6 +58,10 @@ __device__ __forceinline__ Part part_of(const AttendParams& p, int split, int co
   const uint32_t all = complete + tails, each = all / p.splits, more = all - each * p.splits, at = split;
   const uint32_t begin = each * at + min(at, more);
   return {static_cast<int>(begin), static_cast<int>(begin + each + (at < more)), complete};
+}
+
+__device__ __forceinline__ int chunks_of(const AttendParams& p, const Part& part) {
+  return ((part.end - part.begin) * p.ratio + kChunk - 1) / kChunk;
 }
 
 // A token of the pool, by its distance from the layer's first in 16-byte units, and the rows of the tile that attend to
@@ -73,10 +77,10 @@ __device__ __forceinline__ Token token_of(const AttendParams& p, const Part& par
   return {(entry_slot(entry) * p.ratio + token) * (p.kv_heads * p.dim / 8), rows};
 }
 
-// Copies K or V of `COUNT` tokens into rows first ... of a tile; lane `lanes` + i holds the units of token i, bit i of
+// Copies K or V of `COUNT` tokens into rows first ... of a tile of ROWS; lane `lanes` + i holds the units of token i, bit i of
 // `present` says whether it is one; if not, its row is filled with zeros. `head` is opaque to the compiler, and addresses
 // are made several at a time: an address is one instruction, and no copy waits for the registers of the one before it.
-template <int DIM, int COUNT, bool ALL>
+template <int DIM, int COUNT, int ROWS, bool ALL>
 __device__ __forceinline__ void gather_some(uint32_t tile, int first, const uint8_t* head, uint32_t units, int lanes,
                                             uint32_t present) {
   constexpr int kLanes = DIM / 8, kAtOnce = 32 / kLanes, kCopies = COUNT / kAtOnce, kBatch = kCopies < 8 ? kCopies : 8;
@@ -92,7 +96,7 @@ __device__ __forceinline__ void gather_some(uint32_t tile, int first, const uint
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int token = (i + j) * kAtOnce + own;
-      const uint32_t to = tile + tile_offset<kChunk>(first + token, unit);
+      const uint32_t to = tile + tile_offset<ROWS>(first + token, unit);
       if constexpr (ALL) {
         copy_unit(to, address[j]);
       } else {
@@ -101,7 +105,7 @@ __device__ __forceinline__ void gather_some(uint32_t tile, int first, const uint
     }
   }
 }
-template <int DIM, int COUNT>
+template <int DIM, int COUNT, int ROWS>
 __device__ __forceinline__ void gather(uint32_t tile, int first, const Bf16* head, uint32_t units, int lanes,
                                        uint32_t present) {
   constexpr uint32_t kAll = ~0u >> (32 - COUNT);
@@ -109,9 +113,9 @@ __device__ __forceinline__ void gather(uint32_t tile, int first, const Bf16* hea
   asm volatile("" : "+l"(from));
   const auto* bytes = reinterpret_cast<const uint8_t*>(from);
   if ((present & kAll) == kAll) {
-    gather_some<DIM, COUNT, true>(tile, first, bytes, units, lanes, present);
+    gather_some<DIM, COUNT, ROWS, true>(tile, first, bytes, units, lanes, present);
   } else {
-    gather_some<DIM, COUNT, false>(tile, first, bytes, units, lanes, present);
+    gather_some<DIM, COUNT, ROWS, false>(tile, first, bytes, units, lanes, present);
   }
 }
 
@@ -119,6 +123,17 @@ __device__ __forceinline__ void gather(uint32_t tile, int first, const Bf16* hea
 __device__ __forceinline__ const Bf16* head_of(const AttendParams& p, const void* pool, int head) {
   const int64_t tokens = p.pages * p.page_size * __ldg(p.layer);
   return static_cast<const Bf16*>(pool) + (tokens * p.kv_heads + head) * p.dim;
+}
+
+// A query times the scale, rounded; eight of them.
+__device__ __forceinline__ uint4 scaled(uint4 words, float scale) {
+  auto* pairs = reinterpret_cast<__nv_bfloat162*>(&words);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 x = __bfloat1622float2(pairs[j]);
+    pairs[j] = __floats2bfloat162_rn(x.x * scale, x.y * scale);
+  }
+  return words;
 }
 
 // Queries of an item into a tile of ROWS MMA rows: scaled and rounded; zeros behind the last one.
@@ -132,13 +147,7 @@ __device__ __forceinline__ void load_queries(const AttendParams& p, const Item& 
     uint4 words{};
     if (m < used) {
       const int64_t at = (item.first + m / group) * p.heads + item.head * group + m % group;
-      words = *reinterpret_cast<const uint4*>(static_cast<const Bf16*>(p.q) + at * DIM + unit * 8);
-      auto* pairs = reinterpret_cast<__nv_bfloat162*>(&words);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 x = __bfloat1622float2(pairs[j]);
-        pairs[j] = __floats2bfloat162_rn(x.x * p.scale_log2e, x.y * p.scale_log2e);
-      }
+      words = scaled(*reinterpret_cast<const uint4*>(static_cast<const Bf16*>(p.q) + at * DIM + unit * 8), p.scale_log2e);
     }
     *reinterpret_cast<uint4*>(tile + tile_offset<ROWS>(m, unit)) = words;
   }
@@ -169,6 +178,19 @@ __device__ __forceinline__ void write(const AttendParams& p, const Slice& slice,
 }
 __device__ __forceinline__ void write_lse(const AttendParams& p, const Slice& slice, int split, int64_t row, float lse) {
   (p.splits > 1 ? slice.part_lse + split * p.rows * p.heads : p.lse)[row] = lse;
+}
+
+// Loads a kernel for every dim on the current device and lets it have the shared memory it asks for.
+template <class WithKernel>
+cudaError_t load_all(WithKernel with_kernel) {
+  cudaError_t error = cudaSuccess;
+  for (const int dim : {64, 128, 256}) {
+    if (error != cudaSuccess) break;
+    error = with_kernel(dim, [](auto kernel, int bytes) {
+      return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    });
+  }
+  return error;
 }
 
 }  // namespace jaxcp::qsa

@@ -4,11 +4,13 @@
 // warpgroup w's, each with softmax sums and an output of its own for all 64 MMA rows; so the tensor cores have one's MMAs
 // while the other is in its softmax. At the end of an item they swap halves of their outputs and each merges one.
 //
-// RING. All chunks of K and V pass through kStages places in this order, for j = 0, 1 ...: K(2j), K(2j+1), V(2j), V(2j+1);
-// an odd last chunk is paired with an empty one. Behind an item's chunks come two places that stay empty: the outputs are
-// swapped through them, so that chunks of the next item can already be on their way.
+// RING. What an item needs passes through kStages places in this order: its queries (64 rows, like a chunk), which the
+// computing warps scale into a buffer of their own; then for j = 0, 1 ...: K(2j), K(2j+1), V(2j), V(2j+1), an odd last
+// chunk paired with an empty one; then two places that stay empty, through which the outputs are swapped. So the next
+// item's queries and first chunks are on their way while an item ends.
 //   full[place]   128 gathering threads when their copies have landed, and 4 warps when their masks are written
-//   empty[place]  4 warps that are done with it: those of the warpgroup whose chunk it was (an output: that read it)
+//   empty[place]  4 warps that are done with it: those of the warpgroup whose chunk it was (an output: that read it;
+//                 queries: warpgroup 0, when both have read them)
 // A warpgroup holds two places at most, so the gathering one is never blocked by a place that waits for a later one.
 #include "attend.h"
 #include "attend_hopper.cuh"
@@ -19,17 +21,18 @@ namespace jaxcp::qsa {
 namespace {
 
 constexpr int kThreads = 384, kGroupThreads = 128;
-constexpr int kGatherRegisters = 72, kComputeRegisters = 216;
 constexpr int kItemBarrier = 1;
 
 template <int DIM>
 struct Shape {
+  static constexpr int kGatherRegisters = DIM == 256 ? 56 : 88, kComputeRegisters = DIM == 256 ? 224 : 208;
   static constexpr int kStages = DIM == 256 ? 6 : 8;
   static constexpr int kStage = kChunk * DIM * 2, kQueryBytes = kTileHeads * DIM * 2;
   struct Small {
     float top[2][kTileHeads], total[2][kTileHeads];
     uint64_t full[kStages], empty[kStages];
     uint8_t masks[kStages][kChunk];
+    int chunks[kStages];  // of the item whose queries a place holds
   };
   static constexpr int kBytes = kQueryBytes + kStages * kStage + sizeof(Small) + 1024;  // 1024: alignment
 };
@@ -70,8 +73,19 @@ struct Block {
   }
 };
 
-__device__ __forceinline__ int chunks_of(const AttendParams& p, const Part& part) {
-  return ((part.end - part.begin) * p.ratio + kChunk - 1) / kChunk;
+// Queries of an item, a row for each (row, head); 16 rows per warp.
+template <int DIM>
+__device__ __forceinline__ void gather_queries(const AttendParams& p, const Item& item, const Block<DIM>& block,
+                                               typename Block<DIM>::At at, int chunks) {
+  const int lane = threadIdx.x % 32, first = threadIdx.x % kGroupThreads / 32 * 16;
+  const int64_t row = result_row(p, item, first + lane % 16);
+  const uint32_t present = __ballot_sync(~0u, row >= 0);
+  hopper::wait(block.empty(at), at.round ^ 1);
+  if (threadIdx.x % kGroupThreads == 0) block.small.chunks[at.stage] = chunks;
+  const uint32_t units = row >= 0 ? static_cast<uint32_t>(row) * (DIM / 8) : 0;
+  gather<DIM, 16, kTileHeads>(block.place(at), first, static_cast<const Bf16*>(p.q), units, 0, present);
+  hopper::arrive_copied(block.full(at));
+  if (lane == 0) hopper::arrive(block.full(at));
 }
 
 // The gathering warpgroup. A warp copies 16 tokens of every chunk; its lanes hold those of a pair of chunks. What an item
@@ -94,6 +108,8 @@ __device__ void gather_items(const AttendParams& p, const Slice& slice, const Bl
       return i < part.end ? static_cast<uint32_t>(item.list[2 + i]) : 0;
     };
     uint32_t next = entry(0);
+    gather_queries<DIM>(p, item, block, at, chunks);
+    at.advance(1);
     for (int pair = 0; pair < pairs; ++pair) {
       const int position = 2 * pair * kChunk + mine;
       const Token token = token_of(p, part, p.position + item.first, part.begin + (position >> shift), next,
@@ -106,7 +122,7 @@ __device__ void gather_items(const AttendParams& p, const Slice& slice, const Bl
         hopper::wait(block.empty(at), at.round ^ 1);
         if (turn < 2 && half == which) block.small.masks[at.stage][first + lane % 16] = static_cast<uint8_t>(token.rows);
         if (2 * pair + which < chunks) {
-          gather<DIM, 16>(block.place(at), first, turn < 2 ? k : v, token.units, which * 16, present >> which * 16);
+          gather<DIM, 16, kChunk>(block.place(at), first, turn < 2 ? k : v, token.units, which * 16, present >> which * 16);
         }
         hopper::arrive_copied(block.full(at));
         __syncwarp();
@@ -270,6 +286,23 @@ __device__ __forceinline__ void merge_and_write(const AttendParams& p, const Sli
   block.release(taken);
 }
 
+// Scales an item's queries into their buffer, for both computing warpgroups; number of the item's chunks.
+template <int DIM>
+__device__ __forceinline__ int take_queries(const AttendParams& p, const Block<DIM>& block, typename Block<DIM>::At at) {
+  block.wait_full(at);
+  const int chunks = block.small.chunks[at.stage];
+  const auto* from = reinterpret_cast<const uint4*>(block.ring + at.stage * Shape<DIM>::kStage);
+#pragma unroll
+  for (int i = 0; i < kTileHeads * DIM / 8 / (2 * kGroupThreads); ++i) {
+    const int unit = i * 2 * kGroupThreads + threadIdx.x;
+    reinterpret_cast<uint4*>(block.queries)[unit] = scaled(from[unit], p.scale_log2e);
+  }
+  hopper::publish();
+  hopper::meet<kItemBarrier, 2 * kGroupThreads>();
+  if (threadIdx.x < kGroupThreads) block.release(at);
+  return chunks;
+}
+
 template <int DIM>
 __device__ void compute_items(const AttendParams& p, const Slice& slice, const Block<DIM>& block, uint32_t items) {
   const int wg = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, group = p.group();
@@ -278,12 +311,10 @@ __device__ void compute_items(const AttendParams& p, const Slice& slice, const B
   typename Block<DIM>::At at;
   for (uint32_t index = blockIdx.x; index < items; index += gridDim.x) {
     const Item item = item_at(p, slice, index);
-    const Part part = part_of(p, item.split, item.list[0], item.list[1]);
-    load_queries<DIM, kTileHeads, 2 * kGroupThreads>(p, item, block.queries, threadIdx.x);
-    hopper::publish();
-    hopper::meet<kItemBarrier, 2 * kGroupThreads>();
+    const int chunks = take_queries<DIM>(p, block, at);
+    at.advance(1);
     Sums<DIM> sums{};
-    compute<DIM>(block, at, wg, chunks_of(p, part), rows, sums);
+    compute<DIM>(block, at, wg, chunks, rows, sums);
     if (wg == 0) {
       merge_and_write<DIM, 0>(p, slice, item, block, at, sums);
     } else {
@@ -310,10 +341,10 @@ __global__ __launch_bounds__(kThreads, 1) void attend_hopper(const AttendParams 
   }
   __syncthreads();
   if (threadIdx.x >= 2 * kGroupThreads) {
-    hopper::give_registers<kGatherRegisters>();
+    hopper::give_registers<S::kGatherRegisters>();
     gather_items<DIM>(p, slice, block, items);
   } else {
-    hopper::take_registers<kComputeRegisters>();
+    hopper::take_registers<S::kComputeRegisters>();
     compute_items<DIM>(p, slice, block, items);
   }
 #endif
@@ -341,14 +372,7 @@ cudaError_t launch_hopper(const AttendParams& params, const Slice& slice, cudaSt
 }
 
 cudaError_t load_hopper() {
-  cudaError_t error = cudaSuccess;
-  for (const int dim : {64, 128, 256}) {
-    if (error != cudaSuccess) break;
-    error = with_kernel(dim, [](auto kernel, int bytes) {
-      return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    });
-  }
-  return error;
+  return load_all([](int dim, auto visit) { return with_kernel(dim, visit); });
 }
 
 }  // namespace jaxcp::qsa

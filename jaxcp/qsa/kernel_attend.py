@@ -1,0 +1,128 @@
+"""Sparse attention by the CUDA kernels of kernels/csrc/qsa (attend_params.h says how they work)."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxcp.lse import LogBase, Partial
+from jaxcp.qsa import library
+from jaxcp.qsa.cache import Cache
+from jaxcp.qsa.config import QSAConfig
+from jaxcp.qsa.queries import Queries
+from jaxcp.storage import E4M3
+
+TARGET = "jaxcp_qsa_attend"
+HEAD_DIMS = (64, 128, 256)
+TILE_HEADS, TILE_ROWS, CHUNK, MOST_SPLITS = 64, 8, 64, 64
+"""Limits of the kernels: MMA rows and query rows of a tile, tokens per step, parts of a list (attend_params.h)."""
+MOST_SLOTS, MOST_UNITS = 1 << 24, 1 << 32
+"""Blocks of a layer, and 16-byte units of a layer's keys or of all queries, that its 32-bit numbers can tell apart."""
+LIST_WORDS = 1 << 24
+"""32-bit words of lists at a time: 64 MiB, some 32,000 rows of 512 blocks."""
+
+PROCESSORS = 132
+"""Blocks that run at once; a fixed number, so that results do not depend on the device."""
+BLOCK_COST = {"tile": 0.06, "row": 0.15}
+"""What a block costs beside walking its part of a list, in walks of a whole list: start, first loads, the end (4 of 65
+us, 5 of 35 us on an H200)."""
+SPLIT_COST = 0.001
+"""What one more part costs in the merge kernel, likewise."""
+
+
+class Work(NamedTuple):
+    """How a call is cut up.
+
+    Attributes:
+      tile_rows: query rows that share a gather; 1: rows go alone.
+      splits: parts of every list, merged by a kernel of their own.
+      slice: rows whose lists exist at a time.
+      scratch: 32-bit words.
+    """
+
+    tile_rows: int
+    splits: int
+    slice: int
+    scratch: int
+
+
+def blocker(config: QSAConfig, cache: Cache, platform: str) -> str | None:
+    """Why the kernels cannot serve this cache, or None; host facts only."""
+    group, pages = config.heads // config.kv_heads, cache.k.shape[1]
+    if why := library.blocker(platform):
+        return why
+    if cache.dtype != jnp.bfloat16:
+        return f"its dtype is bfloat16, not {cache.dtype}"
+    if cache.kv_dtype == E4M3:
+        return "K and V stored as float8_e4m3fn are not built in"
+    if config.head_dim not in HEAD_DIMS:
+        return f"head_dim = {config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if group > TILE_HEADS:
+        return f"{group} query heads per KV head exceed its {TILE_HEADS}"
+    if config.ratio & (config.ratio - 1):
+        return f"ratio = {config.ratio} is not a power of two"
+    if pages * cache.blocks_per_page > MOST_SLOTS:
+        return f"{pages} pages of {cache.blocks_per_page} blocks exceed its {MOST_SLOTS} blocks per layer"
+    if math.prod(cache.k.shape[1:]) // 8 >= MOST_UNITS:
+        return "a layer's keys of 64 GiB or more exceed its 32-bit offsets"
+    return None
+
+
+def plan(rows: int, config: QSAConfig, width: int, longest: int) -> Work:
+    """How to cut up `rows` query rows that select `width` blocks each, at most `longest` neighbours of one request."""
+    group = config.heads // config.kv_heads
+    tile_rows = min(TILE_ROWS, TILE_HEADS // group)
+    if longest < tile_rows:  # a tile would be a union of strangers
+        tile_rows = 1
+    words = 2 + tile_rows * (width + 1)
+    slice_rows = max(1, LIST_WORDS // words) * tile_rows
+    tiles = -(-rows // tile_rows)
+    kind = "row" if tile_rows == 1 else "tile"
+    most = min(MOST_SPLITS, max(1, tile_rows * (width + 1) * config.ratio // CHUNK))
+    splits = _splits(tiles * config.kv_heads, most, BLOCK_COST[kind]) if rows <= slice_rows else 1
+    lists = min(tiles, slice_rows // tile_rows) * words if tile_rows > 1 or group > 16 else 0
+    parts = splits * rows * config.heads * (config.head_dim + 1) if splits > 1 else 0
+    return Work(tile_rows, splits, slice_rows, max(1, -(-lists // 4) * 4 + parts))
+
+
+def _splits(items: int, most: int, block_cost: float) -> int:
+    """Parts per list that cost least: rounds of blocks, each a part and what a block costs; and the merge."""
+
+    def cost(splits: int) -> float:
+        return -(-items * splits // PROCESSORS) * (1 / splits + block_cost) + splits * SPLIT_COST
+
+    return min(range(1, most + 1), key=cost)
+
+
+def attend_cuda(
+    q: Float[Array, "rows heads head_dim"],
+    blocks: Int[Array, "rows k"],
+    cache: Cache,
+    layer: Int[Array, ""],
+    queries: Queries,
+    config: QSAConfig,
+) -> Partial:
+    """Every row's attention over the cache, as `sparse.attend_xla`; blocks below v(p), ascending, -1 behind."""
+    library.prepare()
+    rows, request, position = len(q), queries.rows.request, queries.rows.position
+    work = plan(rows, config, blocks.shape[1], queries.longest)
+    call = jax.ffi.ffi_call(
+        TARGET,
+        [
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
+            jax.ShapeDtypeStruct((work.scratch,), jnp.int32),
+        ],
+    )
+    # Barriers: XLA:GPU fuses a call with slices of its operands or results, after which jax 0.11's runs the call twice.
+    q, blocks = lax.optimization_barrier((q, blocks.astype(jnp.int32)))
+    o, lse, _ = call(
+        q, blocks, request, position, cache.page_table, cache.k, cache.v, jnp.asarray(layer, jnp.int32),
+        ratio=np.int64(config.ratio), tile_rows=np.int64(work.tile_rows), splits=np.int64(work.splits),
+        slice=np.int64(work.slice), scale_log2e=np.float32(config.scale * math.log2(math.e)),
+    )  # fmt: skip
+    return Partial(*lax.optimization_barrier((o, lse)), LogBase.TWO)
