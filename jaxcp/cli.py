@@ -144,6 +144,27 @@ def exchange(
     ranks.run(cp, **options) if cp > 1 else exchange.run(**options)
 
 
+@bench.command()
+def qsa(
+    rows: Annotated[list[int] | None, typer.Option(help="Only the cases with so many query rows; repeatable.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two small cases.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw them into this file (.svg, .png).")] = None,
+    repeat: Annotated[int, typer.Option(help="Runs per measurement; medians are reported.")] = 20,
+) -> None:
+    """A QSA layer on one GPU, part by part: every implementation, beside its peers and its floors."""
+    from rich.console import Console
+
+    from jaxcp.bench.qsa import plot as picture
+    from jaxcp.bench.qsa.run import cases, run
+
+    if plot is not None:
+        picture.check(plot)
+    record = run(cases(rows, quick), output=output, repeat=repeat, console=Console())
+    if plot is not None:
+        picture.draw(record, plot)
+
+
 def _relaunch(processes: int, cp: int, limit_s: float) -> None:
     """Runs this very command in `processes` processes and ends as they do."""
     from jaxcp import launch

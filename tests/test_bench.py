@@ -2,6 +2,8 @@
 
 import io
 import json
+import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -92,3 +94,35 @@ def test_measures_on_a_gpu():
     [row] = recorded["rows"]
     assert 0.5 < row["packed_us"] < 50
     assert np.isfinite(row["ratio_to_xla"])
+
+
+def test_programs_that_share_an_executable_share_its_kernels_in_order():
+    kernels = {"a": [1.0, 2.0, 3.0, 4.0, 5.0], "b": list(range(10))}
+    assert _measure._part(kernels, [2, 0, 3], 0) == {"a": [1.0, 2.0], "b": [0, 1, 2, 3]}
+    assert _measure._part(kernels, [2, 0, 3], 2) == {"a": [3.0, 4.0, 5.0], "b": [4, 5, 6, 7, 8, 9]}
+    assert _measure._part(kernels, [0, 4, 0], 1) == kernels
+    with pytest.raises(BackendError, match="5 kernels a in a trace of 4 runs"):
+        _measure._part(kernels, [2, 2], 0)
+
+
+def test_carried_arguments_come_from_the_run_before():
+    program = _measure.Program(lambda x, y: (x + y, 10 * x), (jnp.ones(1), jnp.ones(1)), carried=1)
+    [(_, executable)] = _measure._compiled([program])
+    run = _measure._Run(executable, program)
+    assert run.repeated(3).tolist() == [30.0]
+    assert run.repeated(1).tolist() == [40.0]
+
+
+def test_one_function_is_compiled_once_per_shape():
+    fn = lambda x: x + 1  # noqa: E731
+    programs = [_measure.Program(fn, (jnp.ones(n),)) for n in (1, 2, 1)] + [_measure.Program(lambda x: x, (1.0,))]
+    names = [name for name, _ in _measure._compiled(programs)]
+    assert names == ["measured_0", "measured_1", "measured_0", "measured_2"]
+
+
+def test_slow_programs_run_less_often():
+    program = _measure.Program(lambda x: x, (jnp.ones(1),))
+    run = _measure._Run(lambda x: time.sleep(0.02) or x, program)
+    assert run.warmed(3, 50, math.inf) == 50
+    assert run.warmed(3, 50, 0.001) == 2
+    assert 2 < run.warmed(3, 50, 0.2) < 50

@@ -7,11 +7,13 @@ import collections
 import dataclasses
 import datetime
 import json
+import math
 import os
 import pathlib
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,10 +26,17 @@ from jaxcp.errors import BackendError
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function to measure with its arguments, which are on the device already."""
+    """A function to measure with its arguments, which are on the device already.
+
+    Attributes:
+      fn: programs that share it are compiled once, if their arguments have the same shapes.
+      args: of `fn`.
+      carried: leading arguments that are donated; as many leading results take their place in the next run.
+    """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
+    carried: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +46,14 @@ class DeviceTime:
     Attributes:
       us: µs, the sum over kernels of each one's median.
       kernels: (name, launches per run, median µs) in order of the name.
-      result: what the last timed run returned; check it.
+      result: what the last timed run returned, carried results left out; check it.
+      temporary: bytes that the program takes beside arguments and results.
     """
 
     us: float
     kernels: tuple[tuple[str, float, float], ...]
     result: Any
+    temporary: int = 0
 
     @property
     def launches(self) -> float:
@@ -50,29 +61,97 @@ class DeviceTime:
         return sum(count for _, count, _ in self.kernels)
 
 
-def device_times(programs: Sequence[Program], *, repeat: int = 50, warm_up: int = 3) -> list[DeviceTime]:
-    """Device time of every program on a GPU: each is compiled, warmed up, then run `repeat` times under one trace.
+def device_times(
+    programs: Sequence[Program], *, repeat: int = 50, warm_up: int = 3, limit_s: float = math.inf
+) -> list[DeviceTime]:
+    """Device time of every program on a GPU: each is compiled, warmed up, then run `repeat` times under a trace.
 
     Inputs that fit in the L2 cache are read from it, as after an exchange; larger ones come from memory.
+
+    Args:
+      repeat: timed runs of each program.
+      warm_up: runs before them.
+      limit_s: seconds, about, that the timed runs of one program may take; a slow one runs less often, but twice.
 
     Raises:
       BackendError: the default device is no GPU.
     """
     if (platform := jax.default_backend()) != "gpu":
         raise BackendError(f"device times: the profiler times kernels of GPUs only, and jax runs on {platform!r} here.")
-    lowered = [_named(program.fn, f"measured_{i}").lower(*program.args) for i, program in enumerate(programs)]
-    compiled = [program.compile() for program in lowered]  # one by one: XLA times candidates on the device
-    for fn, program in zip(compiled, programs, strict=True):
-        _repeated(fn, program.args, warm_up)
+    compiled = _compiled(programs)
+    runs = [_Run(exe, program) for (_, exe), program in zip(compiled, programs, strict=True)]
+    counts = [run.warmed(warm_up, repeat, limit_s) for run in runs]
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            results = [_repeated(fn, program.args, repeat) for fn, program in zip(compiled, programs, strict=True)]
+            results = [run.repeated(count) for run, count in zip(runs, counts, strict=True)]
         events = kernel_events(folder, "/device:GPU")
-    return [_device_time(events.get(f"jit_measured_{i}", {}), repeat, result) for i, result in enumerate(results)]
+    times = []
+    for i, (name, executable) in enumerate(compiled):
+        sharing = [counts[j] if other == name else 0 for j, (other, _) in enumerate(compiled)]
+        kernels = _part(events.get(f"jit_{name}", {}), sharing, i)
+        temporary = executable.memory_analysis().temp_size_in_bytes
+        times.append(_device_time(kernels, counts[i], results[i], temporary))
+    return times
+
+
+def _part(kernels: Mapping[str, list[float]], counts: Sequence[int], i: int) -> dict[str, list[float]]:
+    """Kernels of the i-th of several programs that ran one executable in turn, `counts` times each."""
+    total, before = sum(counts), sum(counts[:i])
+    if total == counts[i]:
+        return dict(kernels)
+    found = {}
+    for name, times in kernels.items():
+        if len(times) % total:
+            raise BackendError(f"device times: {len(times)} kernels {name} in a trace of {total} runs; some are lost.")
+        each = len(times) // total
+        found[name] = times[before * each : (before + counts[i]) * each]
+    return found
+
+
+class _Run:
+    """An executable with the arguments of its next run."""
+
+    def __init__(self, executable: Any, program: Program):
+        self._executable, self._args, self._carried = executable, program.args, program.carried
+
+    def repeated(self, count: int) -> Any:
+        """Runs it, waits for the end; the last result without what is carried on."""
+        result = None
+        for _ in range(count):
+            result = self._executable(*self._args)
+            if self._carried:
+                *carried, result = result
+                self._args = (*carried, *self._args[self._carried :])
+        return jax.block_until_ready(result)
+
+    def warmed(self, warm_up: int, repeat: int, limit_s: float) -> int:
+        """Warms up; how often it may run then."""
+        self.repeated(1)
+        start = time.perf_counter()
+        self.repeated(1)
+        seconds = time.perf_counter() - start
+        if seconds * repeat > limit_s:
+            return min(repeat, max(2, int(limit_s / seconds)))
+        self.repeated(warm_up - 2)
+        return repeat
+
+
+def _compiled(programs: Sequence[Program]) -> list[tuple[str, Any]]:
+    """(name, executable) of every program; those of one function with arguments of the same shapes share it."""
+    made: dict[Any, tuple[str, Any]] = {}
+    found = []
+    for program in programs:
+        shapes = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x).name), program.args)
+        key = (id(program.fn), str(shapes))
+        if key not in made:  # one by one: XLA times candidates on the device
+            name = f"measured_{len(made)}"
+            made[key] = name, _named(program, name).lower(*program.args).compile()
+        found.append(made[key])
+    return found
 
 
 def kernel_events(folder: str, plane_prefix: str) -> Mapping[str, Mapping[str, list[float]]]:
-    """Durations in µs in the one trace below `folder`: {HLO module: {kernel: [one per launch]}}."""
+    """Durations in µs in the one trace below `folder`: {HLO module: {kernel: [one per launch, in order of start]}}."""
     [path] = pathlib.Path(folder).rglob("*.xplane.pb")
     found = collections.defaultdict(lambda: collections.defaultdict(list))
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -84,32 +163,28 @@ def kernel_events(folder: str, plane_prefix: str) -> Mapping[str, Mapping[str, l
             for event in line.events:
                 module = dict(event.stats).get("hlo_module")
                 if module:
-                    found[str(module)][event.name].append(event.duration_ns / 1e3)
-    return found
+                    found[str(module)][event.name].append((event.start_ns, event.duration_ns / 1e3))
+    return {
+        module: {name: [us for _, us in sorted(launches)] for name, launches in kernels.items()}
+        for module, kernels in found.items()
+    }
 
 
-def _named(fn: Callable, name: str) -> Any:
-    """`fn` jitted under `name`, by which the profiler tells its kernels from others'."""
+def _named(program: Program, name: str) -> Any:
+    """The program's function jitted under `name`, by which the profiler tells its kernels from others'."""
 
     def measured(*args):
-        return fn(*args)
+        return program.fn(*args)
 
     measured.__name__ = name
-    return jax.jit(measured)
+    return jax.jit(measured, donate_argnums=tuple(range(program.carried)))
 
 
-def _repeated(fn: Callable, args: tuple[Any, ...], repeat: int) -> Any:
-    result = None
-    for _ in range(repeat):
-        result = fn(*args)
-    return jax.block_until_ready(result)
-
-
-def _device_time(kernels: Mapping[str, list[float]], repeat: int, result: Any) -> DeviceTime:
+def _device_time(kernels: Mapping[str, list[float]], repeat: int, result: Any, temporary: int = 0) -> DeviceTime:
     rows = tuple((name, len(times) / repeat, statistics.median(times)) for name, times in sorted(kernels.items()))
     if not rows:
         raise BackendError("device times: the trace holds no kernel of a measured program.")
-    return DeviceTime(sum(count * median for _, count, median in rows), rows, result)
+    return DeviceTime(sum(count * median for _, count, median in rows), rows, result, temporary)
 
 
 def copy_rate(megabytes: int = 512) -> float:

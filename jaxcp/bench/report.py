@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jaxcp.bench.qsa import table as qsa_table
+
 BLOCK = re.compile(r"<!-- table: (?P<record>\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -79,13 +81,23 @@ def _exchange(record: dict[str, Any]) -> str:
     return _table(["backend", *map(str, tokens)], lines) + _source(record["environment"]["device_kind"], facts, record)
 
 
+def _qsa(record: dict[str, Any]) -> str:
+    facts = (
+        f"{record['heads']} heads of {record['head_dim']} on {record['kv_heads']} KV heads, {record['budget']} tokens "
+        f"in blocks of {record['ratio']}, {record['dtype']}; floors: {record['products_tflop_s']:.0f} TFLOP/s, "
+        f"gathers {record['gather_tb_s']:.0f} TB/s, reads {record['copy_rate_tb_s']:.2f} TB/s (measured copies)"
+    )
+    lines = [list(line) for line in qsa_table.lines(record)]
+    return _table(list(qsa_table.HEADING), lines) + _source(record["environment"]["device_kind"], facts, record)
+
+
 def _clocks(row: dict[str, Any]) -> str:
     clocks = (row["kernel_us"], row["cadence_us"], row["eager_us"])
     return " / ".join("-" if us is None else f"{us:.1f}" for us in clocks)
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "exchange": _exchange, "lse_merge": _lse_merge, "simulated_ranks": _simulated_ranks,
+    "exchange": _exchange, "lse_merge": _lse_merge, "qsa": _qsa, "simulated_ranks": _simulated_ranks,
 }  # fmt: skip
 """Kind of record -> its table."""
 

@@ -1,0 +1,106 @@
+"""What a layer's parts are measured beside: other implementations of part of their work."""
+
+from collections.abc import Callable
+from functools import partial as bind
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxcp.bench import _measure
+from jaxcp.bench._measure import Program
+from jaxcp.bench.qsa import row_gather
+from jaxcp.bench.qsa.cases import Case, Inputs
+from jaxcp.qsa import QSAConfig
+from jaxcp.qsa.selection import scores, token_rows
+
+SCRATCH_BYTES = 64 << 20
+
+
+def blocker() -> str | None:
+    """Why the peers that are kernels of GPUs cannot run here, or None."""
+    return None if (platform := jax.default_backend()) == "gpu" else f"a kernel of GPUs; jax runs on {platform!r}"
+
+
+def top_k(score: Float[Array, "rows blocks"], k: int) -> Program:
+    """`lax.top_k` of scores that are given: unordered ids, no scoring, no padding."""
+    return Program(lambda score: lax.top_k(score, k)[1], (score,))
+
+
+def dense(inputs: Inputs) -> Program:
+    """cuDNN's dense attention over all keys, of one request; causal where the rows are all of its tokens."""
+    case = inputs.case
+    k, v = (x[None] for x in contiguous(inputs))
+    options = {"scale": inputs.config.scale, "is_causal": case.rows == case.keys, "implementation": "cudnn"}
+    return Program(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options), (inputs.projected.q[None], k, v))
+
+
+def gather(inputs: Inputs, tuning: tuple[int, int, int]) -> Callable[[Array], Program]:
+    """`row_gather` over a selection that is given later; all share one executable."""
+    k, v = contiguous(inputs)
+    attend = bind(row_gather.attend, scale=inputs.config.scale, tuning=tuning)
+
+    def run(q, k, v, slots, count):
+        return (attend(q, k, v, slots, count),)
+
+    static = inputs.case, inputs.config.ratio, inputs.cache.capacity
+    return lambda blocks: Program(run, (inputs.projected.q, k, v, *_slots(blocks, inputs.table, *static)))
+
+
+def tuned(inputs: Inputs, blocks: Array) -> tuple[int, int, int]:
+    """The tuning with which `gather` is fastest on the first case that asks, for its geometry."""
+    config = inputs.config
+    if config not in _tunings:
+        programs = [gather(inputs, tuning)(blocks) for tuning in row_gather.TILES]
+        times = _measure.device_times(programs, repeat=5)
+        _tunings[config] = min(zip(times, row_gather.TILES, strict=True), key=lambda pair: pair[0].us)[1]
+    return _tunings[config]
+
+
+_tunings: dict[QSAConfig, tuple[int, int, int]] = {}
+
+
+@bind(jax.jit, static_argnums=(2, 3, 4))
+def _slots(blocks, table, case: Case, ratio: int, capacity: int) -> tuple[Array, Array]:
+    """(slots, count) of `row_gather.attend`: where `contiguous` has the tokens of each row."""
+    rows = case.queries(table).rows
+    tokens = token_rows(blocks, rows.position, ratio)
+    slots = jnp.maximum(tokens, 0) + rows.request[:, None] * capacity
+    return slots, jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)
+
+
+def contiguous(inputs: Inputs) -> tuple[Array, Array]:
+    """K and V of all requests without pages, [requests * capacity, kv_heads, head_dim]."""
+    cache = inputs.cache
+    table = cache.page_table.reshape(-1)
+    return _unpaged(cache.k, table), _unpaged(cache.v, table)
+
+
+@jax.jit
+def _unpaged(pool, table):
+    return pool[0, table].reshape(-1, *pool.shape[3:])
+
+
+def all_scores(inputs: Inputs) -> Float[Array, "rows blocks"]:
+    """Scores of all rows, -inf where a block is not visible."""
+    case, cache, ratio = inputs.case, inputs.cache, inputs.config.ratio
+    index_q = inputs.projected.index_q.reshape(case.requests, case.each, *inputs.projected.index_q.shape[1:])
+    visible = jnp.asarray((case.positions + 1) // ratio, jnp.int32).reshape(case.requests, case.each)
+    return _scores(index_q, visible, cache.index, cache.page_table, blocks=case.keys // ratio)
+
+
+@bind(jax.jit, static_argnames="blocks")
+def _scores(index_q, visible, pool, page_table, *, blocks: int):
+    def of_request(request):
+        index_q, visible, pages = request
+        keys = pool[0, pages].reshape(-1, pool.shape[-1])[:blocks]
+
+        def of_row(row):
+            index_q, visible = row
+            return jnp.where(jnp.arange(blocks) < visible, scores(index_q[None], keys)[0], -jnp.inf)
+
+        at_once = max(1, SCRATCH_BYTES // (index_q.shape[1] * blocks * 4))
+        return lax.map(of_row, (index_q, visible), batch_size=at_once)
+
+    return lax.map(of_request, (index_q, visible, page_table)).reshape(-1, blocks)

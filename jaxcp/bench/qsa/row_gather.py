@@ -1,0 +1,81 @@
+"""The peer of sparse attention: one program per query row and KV head that gathers K and V by token, in Triton.
+
+The design of the public kernels for this shape: nothing is reused between rows. It gets every advantage that a caller
+can give: token slots are computed beforehand, and K and V lie in one array each, without pages.
+"""
+
+import math
+from functools import partial as bind
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+TILES = ((64, 4, 2), (64, 4, 3), (128, 8, 2), (32, 4, 4))
+"""Tunings: (tokens per step, warps, pipeline stages)."""
+
+LEAST_ROWS = 16  # of a tensor core's operand
+
+
+def attend(
+    q: Float[Array, "rows heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    slots: Int[Array, "rows width"],
+    count: Int[Array, " rows"],
+    *,
+    scale: float,
+    tuning: tuple[int, int, int] = TILES[0],
+    interpret: bool = False,
+) -> Float[Array, "rows heads head_dim"]:
+    """Attention of every row over the tokens `slots[row, :count[row]]`; 0 for a row without any."""
+    rows, heads, dim = q.shape
+    kv_heads, (tile, warps, stages) = k.shape[1], tuning
+    group = heads // kv_heads
+    padded = max(LEAST_ROWS, 1 << (group - 1).bit_length())
+    grouped = jnp.pad(q.reshape(rows, kv_heads, group, dim), [(0, 0), (0, 0), (0, padded - group), (0, 0)])
+    slots = jnp.pad(slots, [(0, 0), (0, -slots.shape[1] % tile)])
+    of_head = pl.BlockSpec((None, None, padded, dim), lambda row, head: (row, head, 0, 0))
+    everything = pl.BlockSpec(k.shape, lambda row, head: (0, 0, 0))
+    o = pl.pallas_call(
+        bind(row_gather_kernel, tile=tile, scale=scale * math.log2(math.e)),
+        grid=(rows, kv_heads),
+        in_specs=[
+            of_head,
+            pl.BlockSpec((None, slots.shape[1]), lambda row, head: (row, 0)),
+            pl.BlockSpec((1,), lambda row, head: (row,)),
+            everything,
+            everything,
+        ],
+        out_specs=of_head,
+        out_shape=jax.ShapeDtypeStruct(grouped.shape, q.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name="row_gather",
+    )(grouped, slots, count, k, v)
+    return o[:, :, :group].reshape(q.shape)
+
+
+def row_gather_kernel(q_ref, slots_ref, count_ref, k_ref, v_ref, o_ref, *, tile: int, scale: float):
+    head, count = pl.program_id(1), count_ref[0]
+    q = (q_ref[...].astype(jnp.float32) * scale).astype(q_ref.dtype)
+
+    def step(i, carry):
+        o, top, total = carry
+        inside = i * tile + jnp.arange(tile) < count
+        at = jnp.where(inside, slots_ref[pl.ds(i * tile, tile)], 0)
+        k, v = k_ref[at, head], v_ref[at, head]
+        logits = jnp.where(inside[None], plgpu.dot(q, k.T), -jnp.inf)
+        new_top = jnp.maximum(top, logits.max(1))
+        p = jnp.exp2(logits - new_top[:, None])
+        kept = jnp.exp2(top - new_top)
+        o = o * kept[:, None] + plgpu.dot(p.astype(v.dtype), v)
+        return o, new_top, total * kept + p.sum(1)
+
+    rows = q.shape[0]
+    start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
+    o, _, total = lax.fori_loop(0, pl.cdiv(count, tile), step, start)
+    o_ref[...] = (o / jnp.where(total > 0, total, 1)[:, None]).astype(o_ref.dtype)
