@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <limits>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <string>
@@ -18,37 +18,34 @@ namespace {
 using namespace jaxcp::qsa;
 
 struct Alone {
-  int32_t sum(int32_t x) const { return x; }
-  int32_t max(int32_t x) const { return x; }
-  uint32_t max(uint32_t x) const { return x; }
-  uint32_t min(uint32_t x) const { return x; }
   uint32_t ballot(bool x) const { return x; }
   int32_t count_before(uint32_t) const { return 0; }
 };
 
-struct Found {
-  uint32_t digit;
-  int32_t above, inside;
-};
-
+// A team of one: `Bits` wide digits over the keys that `each` gives it.
+template <int kBits>
 struct Team {
-  std::vector<int32_t> bins = std::vector<int32_t>(Range::kDigits);
+  static constexpr int kDigitBits = kBits;
+
+  std::vector<uint32_t> keys;
+  uint32_t least = 0;  // where the first range begins; at least `wanted` keys reach it
+  std::vector<int32_t> bins = std::vector<int32_t>(1 << kBits);
   int passes = 0;
 
   template <class F>
-  void each(const uint32_t* scores, int32_t n, F f) const {
-    for (int32_t i = 0; i < n; ++i) f(order_key(scores[i]));
+  void each(F f) const {
+    for (const uint32_t key : keys) f(key);
   }
-  void extremes(uint32_t&, uint32_t&) const {}
+  Range range(int32_t wanted) const { return {least, *std::max_element(keys.begin(), keys.end()), wanted}; }
   void clear_bins() {
     std::fill(bins.begin(), bins.end(), 0);
     ++passes;
   }
   void count(uint32_t digit) { ++bins.at(digit); }
   Found find(int32_t wanted) const {
-    uint32_t digit = Range::kDigits - 1;
+    uint32_t digit = (1 << kBits) - 1;
     int32_t above = 0;
-    while (above + bins[digit] < wanted) above += bins.at(digit--);
+    while (above + bins.at(digit) < wanted) above += bins[digit--];
     return {digit, above, bins[digit]};
   }
 };
@@ -70,61 +67,70 @@ Ids sorted(const std::vector<float>& scores, int32_t k) {
   std::exit(1);
 }
 
-// As top_blocks does, warp after warp.
+// As top_blocks does, from the lowest and from the highest key that the first range may begin at.
 void check_row(const std::vector<float>& scores, int32_t k, const std::string& kind) {
-  const auto* bits = reinterpret_cast<const uint32_t*>(scores.data());
-  const auto n = static_cast<int32_t>(scores.size());
-  Team team;
-  const Cut<uint32_t> cut = row_cut(team, bits, n, k);
-  if (team.passes > 3) fail("more than three passes", kind, scores.size(), k);
-  Places places{0, cut.ties};
-  Ids ids(static_cast<size_t>(k), -1);
-  for (int32_t i = 0; i < n; ++i) {
-    const uint32_t key = order_key(bits[i]);
-    if (const int32_t place = places.take(Alone(), key > cut.key, key == cut.key); place >= 0) ids.at(place) = i;
+  Team<11> team;
+  for (const float score : scores) team.keys.push_back(order_key(std::bit_cast<uint32_t>(score)));
+  std::vector<uint32_t> sorted_keys = team.keys;
+  std::sort(sorted_keys.begin(), sorted_keys.end(), std::greater());
+  for (const uint32_t least : {uint32_t{0}, sorted_keys.back(), sorted_keys[k - 1]}) {
+    team.least = least, team.passes = 0;
+    const Cut cut = find_cut(team, k, k);
+    if (team.passes > 3) fail("more than three passes", kind, scores.size(), k);
+    Places places{0, cut.ties};
+    Ids ids(static_cast<size_t>(k), -1);
+    for (size_t i = 0; i < scores.size(); ++i) {
+      const int32_t place = places.take(Alone(), team.keys[i] > cut.key, team.keys[i] == cut.key);
+      if (place >= 0) ids.at(place) = static_cast<int32_t>(i);
+    }
+    if (places.next != k || ids != sorted(scores, k)) fail("a stored row", kind, scores.size(), k);
   }
-  if (places.next != k || ids != sorted(scores, k)) fail("a stored row", kind, scores.size(), k);
 }
 
 // As stream_blocks does: `room` places, cut back when no step of `step` neighbours fits any more.
-template <int kRoom>
 struct List {
-  int32_t key[kRoom];
-  Ids ids = Ids(kRoom);
-  int32_t count = 0, threshold = -1, cuts = 0;
+  struct Candidate {
+    int32_t key, id;
+  };
+  std::vector<Candidate> candidates;
+  int32_t threshold = -1, cuts = 0;
 
-  void push(int32_t k, int32_t id) { key[count] = k, ids.at(count++) = id; }
-  Cut<int32_t> cut_back(int32_t wanted, int32_t enough) {
-    std::fill(key + count, key + kRoom, -1);
-    const Cut<int32_t> cut = warp_cut(Alone(), key, wanted, enough);
+  void cut_back(int32_t wanted, int32_t enough) {
+    Team<8> team;
+    for (const Candidate& c : candidates) team.keys.push_back(static_cast<uint32_t>(c.key));
+    team.least = *std::min_element(team.keys.begin(), team.keys.end());
+    const Cut cut = find_cut(team, wanted, enough);
+    if (team.passes > 4) fail("more than four passes", "a list", team.keys.size(), wanted);
     Places places{0, cut.ties};
-    for (int32_t i = 0; i < count; ++i) {
-      const int32_t place = places.take(Alone(), key[i] > cut.key, key[i] == cut.key);
-      if (place >= 0) key[place] = key[i], ids[place] = ids[i];
+    for (const Candidate c : candidates) {
+      const auto bound = static_cast<int32_t>(cut.key);
+      if (const int32_t place = places.take(Alone(), c.key > bound, c.key == bound); place >= 0) candidates[place] = c;
     }
-    count = places.next, threshold = cut.key, ++cuts;
-    return cut;
+    candidates.resize(places.next);
+    threshold = static_cast<int32_t>(cut.bar()), ++cuts;
   }
 };
 
-template <int kRoom>
 void check_stream(const std::vector<float>& scores, int32_t k, int32_t step, const std::string& kind) {
-  List<kRoom> list;
-  const int32_t enough = k + (kRoom - k) / 8;
-  for (size_t first = 0; first < scores.size(); first += step) {
+  constexpr int32_t kRoom = 1024;
+  List list;
+  const int32_t enough = k + (kRoom - k) / 8, n = static_cast<int32_t>(scores.size());
+  const auto count = [&] { return static_cast<int32_t>(list.candidates.size()); };
+  for (int32_t first = 0; first < n; first += step) {
     const int32_t bar = list.threshold;
-    for (size_t i = first; i < std::min(first + step, scores.size()); ++i) {
+    for (int32_t i = first; i < std::min(first + step, n); ++i) {
       const auto bits = std::bit_cast<int32_t>(scores[i]);
-      if (bits > bar) list.push(bits, static_cast<int32_t>(i));
+      if (bits > bar) list.candidates.push_back({bits, i});
     }
-    if (list.count > kRoom - step) list.cut_back(k, enough);
-    if (list.count > kRoom - step) fail("a cut makes no room", kind, scores.size(), k);
+    if (count() > kRoom - step) list.cut_back(k, enough);
+    if (count() > kRoom - step) fail("a cut makes no room", kind, scores.size(), k);
   }
-  list.cut_back(k, k);
-  list.ids.resize(list.count);
-  if (list.ids != sorted(scores, k)) fail("a streamed row", kind, scores.size(), k);
-  const size_t most = 2 + scores.size() / (kRoom - step - enough);
-  if (static_cast<size_t>(list.cuts) > most) fail("more cuts than the worst order needs", kind, scores.size(), k);
+  const int32_t most = 1 + n / (kRoom - step - enough);
+  if (list.cuts > most) fail("more cuts than the worst order needs", kind, scores.size(), k);
+  if (count() > k) list.cut_back(k, k);
+  Ids ids;
+  for (const auto& c : list.candidates) ids.push_back(c.id);
+  if (ids != sorted(scores, k)) fail("a streamed row", kind, scores.size(), k);
 }
 
 struct Kind {
@@ -169,8 +175,8 @@ int main() {
         const auto scores = row(kind, n, random);
         check_row(scores, k, kind.name);
         if (k > 512) continue;
-        check_stream<1024>(scores, k, 32, kind.name);
-        check_stream<1024>(scores, k, 16, kind.name);
+        check_stream(scores, k, 32, kind.name);
+        check_stream(scores, k, 16, kind.name);
       }
     }
   }

@@ -1,6 +1,6 @@
-// The exact top k of a row: order of scores, search for the cut, places of what is kept. Written once for the GPU and
-// the host (tests/native/qsa_select_twin.cc): `Warp` and `Team` are the 32 lanes of a warp and the threads of a block
-// there, and one thread that does all their work here.
+// The exact top k of a row: order of scores, search for the cut, places of what is kept. Written once for the GPU and the
+// host (tests/native/qsa_select_twin.cc). A team is what searches together: the lanes of a warp over a list of candidates,
+// the threads of a block over a row of scores (select_lanes.cuh), one thread on the host.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@
 
 namespace jaxcp::qsa {
 
-constexpr int32_t kAllTies = 0x7FFFFFFF;
-
 // What a row keeps: every key above `key`, and of the keys equal to it the first `ties` in order of ids.
-template <class Key>
 struct Cut {
-  Key key;
+  uint32_t key;
   int32_t ties;
+
+  // Keys that come later, with larger ids, must be above this to be kept.
+  JAXCP_BOTH uint32_t bar() const { return ties > 0 ? key : key + 1; }
 };
 
 // Larger score, larger key; the two zeros share one. NaN with a clear sign is above +inf, as in XLA's sort.
@@ -52,85 +52,58 @@ struct Places {
   // The place of this lane's key, or -1 if it is not kept.
   template <class Warp>
   JAXCP_BOTH int32_t take(const Warp& warp, bool above, bool tied) {
-    const uint32_t all_tied = warp.ballot(tied);
-    const bool keep = above || (tied && warp.count_before(all_tied) < ties);
+    bool keep = above;
+    if (ties > 0) {
+      const uint32_t all_tied = warp.ballot(tied);
+      keep = keep || (tied && warp.count_before(all_tied) < ties);
+      ties -= bit_count(all_tied);
+    }
     const uint32_t kept = warp.ballot(keep);
     const int32_t place = next + warp.count_before(kept);
     next += bit_count(kept);
-    ties -= bit_count(all_tied);
     return keep ? place : -1;
   }
 };
 
-// The cut among a warp's keys >= 0 (absent ones are -1) that keeps at least `wanted` of them: exactly that many, or
-// sooner any number up to `enough`. Bit by bit from the first that differs; at most 31 counts.
-template <int kPerLane, class Warp>
-JAXCP_BOTH Cut<int32_t> warp_cut(const Warp& warp, const int32_t (&key)[kPerLane], int32_t wanted, int32_t enough) {
-  const auto above = [&](int32_t bound) {
-    int32_t count = 0;
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) count += key[j] > bound;
-    return warp.sum(count);
-  };
-  int32_t most = -1;
-  uint32_t least = 0xFFFFFFFFu;
-#pragma unroll
-  for (int j = 0; j < kPerLane; ++j) {
-    most = key[j] > most ? key[j] : most;
-    least = static_cast<uint32_t>(key[j]) < least ? static_cast<uint32_t>(key[j]) : least;
-  }
-  most = warp.max(most), least = warp.min(least);
-  if (above(-1) <= enough) return {static_cast<int32_t>(least), kAllTies};
-  const int bits = bit_length(static_cast<uint32_t>(most) ^ least);
-  int32_t bound = static_cast<int32_t>(least >> bits << bits);  // bits <= 31: both have a clear sign
-  for (int bit = bits - 1; bit >= 0; --bit) {
-    const int32_t higher = bound | 1 << bit;
-    const int32_t count = above(higher - 1);
-    if (count < wanted) continue;
-    bound = higher;
-    if (count <= enough) return {bound, kAllTies};
-  }
-  return {bound, wanted - above(bound)};
-}
-
-// Where a row's cut may lie: the wanted-th largest of its keys in low ... low + 2^bits - 1.
+// Where a cut may lie: the wanted-th largest of the keys in low ... high, in 2^bits equal digits.
 struct Range {
-  static constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
-
-  uint32_t low;
-  int bits;
+  uint32_t low, high;
   int32_t wanted;
 
-  JAXCP_BOTH int shift() const { return bits > kDigitBits ? bits - kDigitBits : 0; }
-  // For keys not below the row's least: a key below `low` differs from it by 2^shift modulo 2^32 or more.
-  JAXCP_BOTH bool has(uint32_t key) const { return bits >= 32 || (key - low) >> bits == 0; }
-  JAXCP_BOTH uint32_t digit(uint32_t key) const { return (key - low) >> shift(); }
-  // The cut lies among the keys of one digit; `above` keys of the range have higher ones.
-  JAXCP_BOTH void narrow(uint32_t digit, int32_t above) {
-    low += digit << shift();
-    bits = shift();
+  JAXCP_BOTH bool has(uint32_t key) const { return key - low <= high - low; }
+  JAXCP_BOTH int shift(int bits) const {
+    const int length = bit_length(high - low);
+    return length > bits ? length - bits : 0;
+  }
+  // The cut lies among the keys of one digit; `above` keys have higher ones.
+  JAXCP_BOTH void narrow(int bits, uint32_t digit, int32_t above) {
+    const int wide = shift(bits);
+    low += digit << wide;
+    if (high - low > (1u << wide) - 1) high = low + ((1u << wide) - 1);
     wanted -= above;
   }
 };
 
-// The cut that keeps exactly k of the n > k scores of a row. `Team` has bins of shared memory, sums and extremes.
+struct Found {
+  uint32_t digit;
+  int32_t above, inside;  // keys of higher digits, of this one
+};
+
+// The cut that keeps `wanted` of a team's more than `enough` keys, or sooner any number up to `enough`. The team's first
+// range ends at its greatest key and begins at one that at least `wanted` keys reach. Each pass over the keys narrows it
+// by kDigitBits bits, so their number is bounded, however alike the keys are.
 template <class Team>
-JAXCP_BOTH Cut<uint32_t> row_cut(Team& team, const uint32_t* scores, int32_t n, int32_t k) {
-  uint32_t least = 0xFFFFFFFFu, most = 0;
-  team.each(scores, n, [&](uint32_t key) {
-    least = key < least ? key : least;
-    most = key > most ? key : most;
-  });
-  team.extremes(least, most);
-  Range range{least, bit_length(most - least), k};
-  while (range.bits > 0) {
+JAXCP_BOTH Cut find_cut(Team& team, int32_t wanted, int32_t enough) {
+  Range range = team.range(wanted);
+  while (range.low < range.high) {
+    const int shift = range.shift(Team::kDigitBits);
     team.clear_bins();
-    team.each(scores, n, [&](uint32_t key) {
-      if (range.has(key)) team.count(range.digit(key));
+    team.each([&](uint32_t key) {
+      if (range.has(key)) team.count((key - range.low) >> shift);
     });
-    const auto found = team.find(range.wanted);  // digit, keys above it, keys in it
-    range.narrow(found.digit, found.above);
-    if (found.inside == range.wanted) return {range.low, kAllTies};
+    const Found found = team.find(range.wanted);
+    range.narrow(Team::kDigitBits, found.digit, found.above);
+    if (wanted - range.wanted + found.inside <= enough) return {range.low - 1, 0};  // low > 0: some keys are below
   }
   return {range.low, range.wanted};
 }

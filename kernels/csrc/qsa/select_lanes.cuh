@@ -1,4 +1,4 @@
-// The GPU's side of select_cut.h: lanes of a warp, threads of a block.
+// The GPU's teams of select_cut.h: lanes of a warp over keys in registers, threads of a block over scores in memory.
 #pragma once
 
 #include "qsa/select_cut.h"
@@ -15,41 +15,121 @@ struct Warp {
   __device__ uint32_t min(uint32_t x) const { return __reduce_min_sync(kAll, x); }
   __device__ uint32_t ballot(bool x) const { return __ballot_sync(kAll, x); }
   __device__ int32_t count_before(uint32_t votes) const { return __popc(votes & ((1u << lane) - 1)); }
+  // Sum of x over the lanes up to this one.
+  __device__ int32_t sum_upto(int32_t x) const {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t other = __shfl_up_sync(kAll, x, step);
+      if (static_cast<int>(lane) >= step) x += other;
+    }
+    return x;
+  }
 };
 
-struct Found {
-  uint32_t digit;
-  int32_t above, inside;
+// The digit among kMine bins from `top` down, `above` keys being above them, that holds the wanted-th largest key.
+template <int kMine>
+__device__ __forceinline__ Found find_among(const uint32_t* bins, uint32_t top, int32_t above, int32_t wanted) {
+  Found found{top, above, static_cast<int32_t>(bins[top])};
+#pragma unroll
+  for (int i = 1; i < kMine; ++i) {
+    if (found.above + found.inside < wanted) found = {top - i, found.above + found.inside, static_cast<int32_t>(bins[top - i])};
+  }
+  return found;
+}
+
+// A warp over keys in its registers: not negative as integers, absent ones -1.
+template <int kPerLane>
+struct Lanes {
+  static constexpr int kDigitBits = 8, kDigits = 1 << kDigitBits, kMine = kDigits / 32;
+
+  const int32_t (&key)[kPerLane];
+  uint32_t* bins;  // kDigits, of shared memory
+  Warp warp;
+
+  template <class F>
+  __device__ void each(F f) const {
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) f(static_cast<uint32_t>(key[j]));
+  }
+  __device__ Range range(int32_t wanted) const {
+    uint32_t least = 0xFFFFFFFFu;
+    int32_t most = -1;
+    each([&](uint32_t k) { least = min(least, k), most = max(most, static_cast<int32_t>(k)); });
+    return {warp.min(least), static_cast<uint32_t>(warp.max(most)), wanted};
+  }
+  __device__ void clear_bins() {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kMine; i += 4) *reinterpret_cast<uint4*>(bins + 4 * warp.lane + 32 * i) = uint4{};
+    __syncwarp();
+  }
+  __device__ void count(uint32_t digit) { atomicAdd(bins + digit, 1u); }
+  __device__ Found find(int32_t wanted) const {
+    __syncwarp();
+    const uint32_t top = kDigits - 1 - warp.lane * kMine;
+    int32_t mine = 0;
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) mine += bins[top - i];
+    const int32_t upto = warp.sum_upto(mine);
+    const int owner = __ffs(static_cast<int>(warp.ballot(upto >= wanted))) - 1;
+    const Found found = find_among<kMine>(bins, top, upto - mine, wanted);
+    return {__shfl_sync(Warp::kAll, found.digit, owner), __shfl_sync(Warp::kAll, found.above, owner), __shfl_sync(Warp::kAll, found.inside, owner)};
+  }
 };
 
+// A block over a row of n scores, aligned to 16 bytes and readable up to a multiple of 4.
 template <int kThreads>
 struct Block {
-  static constexpr int kWarps = kThreads / 32, kMine = Range::kDigits / kThreads;
-  static_assert(kWarps <= 32 && kMine * kThreads == Range::kDigits && kMine <= 4);
+  static constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
+  static constexpr int kWarps = kThreads / 32, kMine = kDigits / kThreads;
+  static constexpr int kGroups = 4 * kThreads;
+  static_assert(kWarps <= 32 && kMine * kThreads == kDigits);
 
   struct Shared {
-    alignas(16) uint32_t bins[Range::kDigits];
+    alignas(16) uint32_t bins[kDigits];
     uint32_t first[kWarps], second[kWarps];
     Found found;
   };
 
   Shared& shared;
+  const uint32_t* scores;
+  int32_t n;
   Warp warp;
   int thread = static_cast<int>(threadIdx.x);
 
-  // f of every key of a row, in any order. `scores` is aligned to 16 bytes and readable up to a multiple of 4.
   template <class F>
-  __device__ void each(const uint32_t* scores, int32_t n, F f) const {
+  __device__ void each(F f) const {
+    groups([&](int, uint32_t key) { f(key); });
+  }
+  // f(group, key) of every key; a thread's are in four groups.
+  template <class F>
+  __device__ void groups(F f) const {
 #pragma unroll 4
     for (int32_t i = thread * 4; i < n; i += kThreads * 4) {
       const uint4 x = __ldg(reinterpret_cast<const uint4*>(scores + i));
-      f(order_key(x.x));
-      if (i + 1 < n) f(order_key(x.y));
-      if (i + 2 < n) f(order_key(x.z));
-      if (i + 3 < n) f(order_key(x.w));
+      f(0, order_key(x.x));
+      if (i + 1 < n) f(1, order_key(x.y));
+      if (i + 2 < n) f(2, order_key(x.z));
+      if (i + 3 < n) f(3, order_key(x.w));
     }
   }
 
+  // If `wanted` groups have a greatest key of at least x, so many keys are at least x: the greatest keys of groups bound
+  // the cut from below, and closely, so that only some more than `wanted` keys are ever counted.
+  __device__ Range range(int32_t wanted) {
+    uint32_t most[4] = {};
+    groups([&](int group, uint32_t key) { most[group] = max(most[group], key); });
+    Range range{min(min(most[0], most[1]), min(most[2], most[3])), max(max(most[0], most[1]), max(most[2], most[3])), wanted};
+    extremes(range.low, range.high);
+    if (kGroups < wanted) return {0, range.high, wanted};
+    if (range.low == range.high) return range;
+    clear_bins();
+    const int shift = range.shift(kDigitBits);
+#pragma unroll
+    for (const uint32_t key : most) count((key - range.low) >> shift);
+    range.low += find(wanted).digit << shift;
+    return range;
+  }
   __device__ void extremes(uint32_t& least, uint32_t& most) {
     least = warp.min(least), most = warp.max(most);
     if (warp.lane == 0) shared.first[thread / 32] = least, shared.second[thread / 32] = most;
@@ -61,36 +141,25 @@ struct Block {
 
   __device__ void clear_bins() {
     __syncthreads();  // the last bins and sums have been read
-    for (int i = thread; i < Range::kDigits; i += kThreads) shared.bins[i] = 0;
+    for (int i = thread; i < kDigits; i += kThreads) shared.bins[i] = 0;
     __syncthreads();
   }
   __device__ void count(uint32_t digit) { atomicAdd(&shared.bins[digit], 1u); }
-
-  // The digit of the wanted-th largest key counted.
   __device__ Found find(int32_t wanted) {
     __syncthreads();
-    const uint32_t top = Range::kDigits - 1 - thread * kMine;  // this thread's bins: from here down
+    const uint32_t top = kDigits - 1 - thread * kMine;
     int32_t mine = 0;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) mine += shared.bins[top - i];
-    int32_t above = sum_before(mine, shared.first);
-    if (above < wanted && wanted <= above + mine) {
-      uint32_t digit = top;
-      while (above + static_cast<int32_t>(shared.bins[digit]) < wanted) above += shared.bins[digit--];
-      shared.found = {digit, above, static_cast<int32_t>(shared.bins[digit])};
-    }
+    const int32_t above = sum_before(mine, shared.first);
+    if (above < wanted && wanted <= above + mine) shared.found = find_among<kMine>(shared.bins, top, above, wanted);
     __syncthreads();
     return shared.found;
   }
 
   // Sum of x over the threads before this one.
   __device__ int32_t sum_before(int32_t x, uint32_t* sums) {
-    int32_t upto = x;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(Warp::kAll, upto, step);
-      if (static_cast<int>(warp.lane) >= step) upto += other;
-    }
+    const int32_t upto = warp.sum_upto(x);
     if (warp.lane == 31) sums[thread / 32] = upto;
     __syncthreads();
     return upto - x + before_warp(sums);

@@ -6,8 +6,9 @@
 // thread 2 kTiles neighbouring keys of its row.
 //
 // Keys lie in shared memory a row after the other, padded by 16 bytes, and by 32 more per 8 rows: the 8 rows that one
-// ldmatrix phase reads (0, 1, 8, 9, 16, ... or 0, 1, 4, 5, 8, ...) fall on all 8 groups of 4 banks. A producer warp copies
-// a stage of 64 keys by one bulk copy per key; warps wait and release by mbarriers and are otherwise independent.
+// ldmatrix phase reads (0, 1, 8, 9, 16, ... or 0, 1, 4, 5, 8, ...) fall on all 8 groups of 4 banks. Four producer warps
+// copy a stage of 64 keys, 16 bytes a lane (a bulk copy per key takes some 60 clocks, four times what the products need);
+// warps wait and release by mbarriers and are otherwise independent.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,7 +21,7 @@
 
 namespace jaxcp::qsa {
 
-constexpr int kWarps = 8, kThreads = 32 * (kWarps + 4), kStages = 8;  // two warpgroups multiply, one warp of a third copies
+constexpr int kWarps = 8, kProducers = 4, kThreads = 32 * (kWarps + kProducers), kStages = 8;
 constexpr int kWarpRows = kTileRows / kWarps;
 
 template <int kHeadTiles_, int kDim_, bool kE4m3_>
@@ -28,7 +29,7 @@ struct Shape {
   static constexpr int kHeadTiles = kHeadTiles_, kDim = kDim_;  // two heads a tile
   static constexpr bool kE4m3 = kE4m3_;
   static constexpr int kSteps = kDim / 16;                      // products along the dimension
-  static constexpr int kTiles = kHeadTiles <= 2 ? 4 : 2;        // tiles of 8 keys at once: what registers hold
+  static constexpr int kTiles = kHeadTiles == 2 ? 4 : 2;           // tiles of 8 keys at once: what registers hold
   static constexpr int kScores = 2 * kTiles;                    // neighbouring keys of a thread
   static constexpr int kStepKeys = 8 * kTiles;
   static constexpr int kRowBytes = kDim * (kE4m3 ? 1 : 2);
@@ -79,7 +80,7 @@ struct Stages {
   __device__ void open(int readers) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
-        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&full[i])));
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&full[i])), "r"(32 * kProducers));
         asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&empty[i])), "r"(readers));
       }
       asm volatile("fence.mbarrier_init.release.cluster;");
@@ -96,15 +97,16 @@ struct Stages {
   }
   __device__ void wait_full(uint32_t tile) const { wait(full[tile % kStages], tile / kStages % 2); }
   __device__ void wait_empty(uint32_t tile) const { wait(empty[tile % kStages], tile / kStages % 2 ^ 1); }
-  __device__ void expect(uint32_t tile, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&full[tile % kStages])), "r"(bytes) : "memory");
+  // Arrives when this thread's copies so far have.
+  __device__ void fill(uint32_t tile) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&full[tile % kStages])) : "memory");
   }
   __device__ void release(uint32_t tile) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&empty[tile % kStages])) : "memory");
   }
 };
 
-// Registers move from the producer's warpgroup to the others: 40 x 128 + 232 x 256 of the 168 x 384 at the start.
+// Registers move from the producers' warpgroup to the others: 40 x 128 + 232 x 256 of the 168 x 384 at the start.
 __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
 __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
 
@@ -120,40 +122,39 @@ struct Keys {
     pool = static_cast<const uint8_t*>(p.pool) + int64_t{layer} * p.pages * p.page_blocks * row_bytes;
     pages = p.page_table + int64_t{min(max(request, 0), p.requests - 1)} * p.request_pages;
   }
-  __device__ int32_t page(int32_t block) const { return min(max(__ldg(pages + block / page_blocks), 0), page_count - 1); }
-  __device__ const uint8_t* key(int32_t page, int32_t block, int row_bytes) const {
+  __device__ const uint8_t* key(int32_t block, int row_bytes) const {
+    const int32_t page = min(max(__ldg(pages + block / page_blocks), 0), page_count - 1);
     return pool + (int64_t{page} * page_blocks + block % page_blocks) * row_bytes;
   }
 };
 
-// The producer warp: copies blocks first ... limit - 1, a tile of kStageKeys after the other. Keys behind the limit are
-// copies of the last one, which nobody uses. Page ids of 2 tiles are read at once.
+__device__ __forceinline__ void copy_unit(uint32_t to, const uint8_t* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// The producer warps: copy blocks first ... limit - 1, a tile of kStageKeys after the other, 16 keys a warp. Keys behind
+// the limit are copies of the last one, which nobody uses. Lanes look up a key each, a tile ahead.
 template <class S>
-__device__ void produce(Stages& stages, uint8_t* buffers, uint32_t& tile, const Keys& keys, int32_t first, int32_t limit) {
-  constexpr int kAhead = 2, kMine = kStageKeys / 32;
-  const int lane = threadIdx.x % 32;
-  for (int32_t group = first; group < limit; group += kAhead * kStageKeys) {
-    int32_t page[kAhead][kMine];
+__device__ void produce(Stages& stages, const uint8_t* buffers, uint32_t& tile, const Keys& keys, int32_t first, int32_t limit) {
+  constexpr int kMine = kStageKeys / kProducers, kUnits = S::kRowBytes / 16, kAtOnce = 32 / kUnits;
+  static_assert(kMine == 16 && 8 % kAtOnce == 0);
+  const int lane = threadIdx.x % 32, first_key = (threadIdx.x / 32 - kWarps) * kMine;
+  const auto find = [&](int32_t base) {
+    return reinterpret_cast<uint64_t>(keys.key(min(base + first_key + lane % kMine, limit - 1), S::kRowBytes));
+  };
+  const uint32_t to = S::key_offset(first_key) + lane / kUnits * S::kStride + lane % kUnits * 16;
+  uint64_t found = first < limit ? find(first) : 0;
+  for (int32_t base = first; base < limit; base += kStageKeys, ++tile) {
+    const uint64_t here = found;
+    found = find(base + kStageKeys);
+    stages.wait_empty(tile);
+    const uint32_t buffer = shared_address(buffers + tile % kStages * S::kStageBytes) + to;
 #pragma unroll
-    for (int a = 0; a < kAhead * kMine; ++a) page[a / kMine][a % kMine] = keys.page(min(group + a * 32 + lane, limit - 1));
-#pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      if (group + a * kStageKeys >= limit) break;
-      stages.wait_empty(tile);
-      if (lane == 0) stages.expect(tile, kStageKeys * S::kRowBytes);
-      __syncwarp();
-      const uint32_t to = shared_address(buffers + tile % kStages * S::kStageBytes);
-#pragma unroll
-      for (int m = 0; m < kMine; ++m) {
-        const int key = m * 32 + lane;
-        const uint8_t* from = keys.key(page[a][m], min(group + a * kStageKeys + key, limit - 1), S::kRowBytes);
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         to + S::key_offset(key)),
-                     "l"(from), "n"(S::kRowBytes), "r"(shared_address(&stages.full[tile % kStages]))
-                     : "memory");
-      }
-      ++tile;
+    for (int i = 0; i < kMine; i += kAtOnce) {
+      const uint64_t from = __shfl_sync(Warp::kAll, here, i + lane / kUnits) + lane % kUnits * 16;
+      copy_unit(buffer + S::key_offset(i), reinterpret_cast<const uint8_t*>(from));
     }
+    stages.fill(tile);
   }
 }
 
@@ -192,11 +193,11 @@ struct QueryTile {
 template <class S>
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (S::kE4m3) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }

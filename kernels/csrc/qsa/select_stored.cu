@@ -43,9 +43,7 @@ __device__ void store_part(const SelectParams& p, const Share& share, const Part
         score_step<S>(score, q, keys + S::key_offset(step));
         if (seen == 0) continue;
 #pragma unroll
-        for (int i = 0; i < S::kScores; i += 4) {
-          *reinterpret_cast<float4*>(out + base + step + i) = make_float4(score[i], score[i + 1], score[i + 2], score[i + 3]);
-        }
+        for (int i = 0; i < S::kScores; i += 2) *reinterpret_cast<float2*>(out + base + step + i) = make_float2(score[i], score[i + 1]);
       }
       __syncwarp();
       if (lane == 0) stages.release(sequence);
@@ -64,7 +62,6 @@ __global__ void __launch_bounds__(kThreads, 1) store_scores(const __grid_constan
     store_part<S>(p, share, part, stages, buffers);
   } else {
     give_registers();
-    if (threadIdx.x / 32 > kWarps) return;
     TileRows tile(p, part.first_row, part.rows);
     uint32_t sequence = 0;
     while (tile.next()) {
@@ -76,24 +73,24 @@ __global__ void __launch_bounds__(kThreads, 1) store_scores(const __grid_constan
 // A row's selection, by one block. Each warp has a contiguous part of the row: what it keeps follows what the warps
 // before it keep.
 template <int kBlockThreads>
-__global__ void __launch_bounds__(kBlockThreads) top_blocks(const __grid_constant__ ScoredRows r) {
+__global__ void __launch_bounds__(kBlockThreads, 1536 / kBlockThreads) top_blocks(const __grid_constant__ ScoredRows r) {
   __shared__ typename Block<kBlockThreads>::Shared shared;
-  Block<kBlockThreads> block{shared};
-  const Warp& warp = block.warp;
-  const int index = block.thread / 32;
   int32_t* const ids = r.ids + int64_t{blockIdx.x} * r.k;
   const int32_t n = min((__ldg(r.position + blockIdx.x) + 1) / r.ratio, r.blocks);
   if (n <= r.k) {
-    for (int32_t i = block.thread; i < r.k; i += kBlockThreads) ids[i] = i < n ? i : -1;
+    for (int32_t i = threadIdx.x; i < r.k; i += kBlockThreads) ids[i] = i < n ? i : -1;
     return;
   }
-  const uint32_t* scores = reinterpret_cast<const uint32_t*>(r.scores + blockIdx.x * r.stride);
-  const Cut<uint32_t> cut = row_cut(block, scores, n, r.k);
+  const uint32_t* const scores = reinterpret_cast<const uint32_t*>(r.scores + blockIdx.x * r.stride);
+  Block<kBlockThreads> block{shared, scores, n};
+  const Cut cut = find_cut(block, r.k, r.k);
+  const Warp& warp = block.warp;
+  const int index = block.thread / 32;
   constexpr int kWarpsHere = kBlockThreads / 32;
   const int32_t part = ((n + kWarpsHere - 1) / kWarpsHere + 31) / 32 * 32;
   const int32_t begin = index * part, end = min(begin + part, n);
   int32_t above = 0, tied = 0;
-#pragma unroll 4
+#pragma unroll 8
   for (int32_t i = begin + static_cast<int32_t>(warp.lane); i < end; i += 32) {
     const uint32_t key = order_key(__ldg(scores + i));
     above += key > cut.key;
@@ -105,7 +102,7 @@ __global__ void __launch_bounds__(kBlockThreads) top_blocks(const __grid_constan
   __syncthreads();
   const int32_t tied_before = block.before_warp(shared.second);
   Places places{block.before_warp(shared.first) + min(tied_before, cut.ties), cut.ties - tied_before};
-#pragma unroll 4
+#pragma unroll 8
   for (int32_t i = begin; i < end; i += 32) {
     const int32_t id = i + static_cast<int32_t>(warp.lane);
     const uint32_t key = id < end ? order_key(__ldg(scores + id)) : 0;

@@ -67,9 +67,10 @@ struct Loaded {
   // write(place, key, id) of each kept one; returns how many. The list itself may be written: places only go down, and
   // ids are read some steps at a time, before what is kept of them is written.
   template <class Write>
-  __device__ int32_t keep(const Cut<int32_t>& cut, Write write) const {
+  __device__ int32_t keep(const Cut& cut, Write write) const {
     constexpr int kAtOnce = 8;
     const Warp warp;
+    const auto bound = static_cast<int32_t>(cut.key);
     Places places{0, cut.ties};
 #pragma unroll
     for (int first = 0; first < kPerLane; first += kAtOnce) {
@@ -79,7 +80,7 @@ struct Loaded {
       __syncwarp();
 #pragma unroll
       for (int j = first; j < first + kAtOnce; ++j) {
-        const int32_t place = places.take(warp, key[j] > cut.key, key[j] == cut.key);
+        const int32_t place = places.take(warp, key[j] > bound, key[j] == bound);
         if (place >= 0) write(place, key[j], id[j - first]);
       }
     }
@@ -89,26 +90,29 @@ struct Loaded {
 
 // Cuts the lists of a warp's rows that have no room for another step back to about k.
 template <class S>
-__device__ __forceinline__ void make_room(Row& row, int32_t k) {
+__device__ __forceinline__ void make_room(Row& row, int32_t k, uint32_t* bins) {
   const uint32_t leaders = __ballot_sync(Warp::kAll, row.count > kCandidates - S::kStepKeys) & 0x11111111u;
   for (uint32_t left = leaders; left != 0; left &= left - 1) {
     const int leader = __ffs(static_cast<int>(left)) - 1;
     Candidate* const list = row.list + (leader / 4 - static_cast<int>(threadIdx.x % 32) / 4) * kCandidates;
     const Loaded loaded(list, __shfl_sync(Warp::kAll, row.count, leader));
-    const Cut<int32_t> cut = warp_cut(Warp(), loaded.key, k, k + (kCandidates - k) / 8);
+    Lanes<kPerLane> lanes{loaded.key, bins};
+    const Cut cut = find_cut(lanes, k, k + (kCandidates - k) / 8);
     const int32_t kept = loaded.keep(cut, [&](int32_t place, int32_t key, int32_t id) { list[place] = {key, id}; });
     __syncwarp();
-    if (threadIdx.x % 32 / 4 == leader / 4) row.count = kept, row.threshold = cut.key;
+    if (threadIdx.x % 32 / 4 == leader / 4) row.count = kept, row.threshold = static_cast<int32_t>(cut.bar());
   }
 }
 
 // Ids of the k best of each row that saw anything.
-__device__ inline void write_best(const Row& row, int32_t* ids, int32_t k) {
+__device__ inline void write_best(const Row& row, int32_t* ids, int32_t k, uint32_t* bins) {
   for (int r = 0; r < kWarpRows; ++r) {
     if (__shfl_sync(Warp::kAll, row.visible, r * 4) == 0) continue;
     const Candidate* const list = row.list + (r - static_cast<int>(threadIdx.x % 32) / 4) * kCandidates;
-    const Loaded loaded(list, __shfl_sync(Warp::kAll, row.count, r * 4));
-    const Cut<int32_t> cut = warp_cut(Warp(), loaded.key, k, k);
+    const int32_t count = __shfl_sync(Warp::kAll, row.count, r * 4);
+    const Loaded loaded(list, count);
+    Lanes<kPerLane> lanes{loaded.key, bins};
+    const Cut cut = count > k ? find_cut(lanes, k, k) : Cut{0xFFFFFFFFu, 0};
     loaded.keep(cut, [&](int32_t place, int32_t, int32_t id) { ids[int64_t{r} * k + place] = id; });
   }
 }
@@ -130,7 +134,7 @@ struct Turns {
 // One request's rows of a tile: a warp's 8 against all keys.
 template <class S>
 __device__ __forceinline__ void stream_rows(Row& row, int32_t limit, const QueryTile<S>& q, int32_t k, Stages& stages, const uint8_t* buffers,
-                                            uint32_t& sequence) {
+                                            uint32_t* bins, uint32_t& sequence) {
   const int lane = threadIdx.x % 32;
   const int32_t needed = Warp().max(row.visible);
   for (int32_t base = 0; base < limit; base += kStageKeys, ++sequence) {
@@ -140,7 +144,7 @@ __device__ __forceinline__ void stream_rows(Row& row, int32_t limit, const Query
       float score[S::kScores];
       score_step<S>(score, q, keys + S::key_offset(step));
       append(row, score, base + step + lane % 4 * S::kScores);
-      make_room<S>(row, k);
+      make_room<S>(row, k, bins);
     }
     __syncwarp();
     if (lane == 0) stages.release(sequence);
@@ -148,7 +152,7 @@ __device__ __forceinline__ void stream_rows(Row& row, int32_t limit, const Query
 }
 
 template <class S>
-__device__ void stream_tiles(const SelectParams& p, Stages& stages, const uint8_t* buffers) {
+__device__ void stream_tiles(const SelectParams& p, Stages& stages, const uint8_t* buffers, uint32_t* bins) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Candidate* const lists = static_cast<Candidate*>(p.scratch) + int64_t{blockIdx.x} * kTileRows * kCandidates;
   uint32_t sequence = 0;
@@ -166,8 +170,8 @@ __device__ void stream_tiles(const SelectParams& p, Stages& stages, const uint8_
       row.visible = tile.seen(warp * kWarpRows + lane / 4);
       QueryTile<S> q;
       q.load(p, first_row + lane / 4);
-      stream_rows<S>(row, tile.limit, q, p.k, stages, buffers, sequence);
-      write_best(row, ids, p.k);
+      stream_rows<S>(row, tile.limit, q, p.k, stages, buffers, bins, sequence);
+      write_best(row, ids, p.k, bins);
     }
   }
 }
@@ -176,13 +180,13 @@ template <class S>
 __global__ void __launch_bounds__(kThreads, 1) stream_blocks(const __grid_constant__ SelectParams p) {
   extern __shared__ __align__(128) uint8_t buffers[];
   __shared__ Stages stages;
+  __shared__ alignas(16) uint32_t bins[kWarps][Lanes<kPerLane>::kDigits];
   stages.open(kWarps);
   if (threadIdx.x < kWarps * 32) {
     take_registers();
-    stream_tiles<S>(p, stages, buffers);
+    stream_tiles<S>(p, stages, buffers, bins[threadIdx.x / 32]);
   } else {
     give_registers();
-    if (threadIdx.x / 32 > kWarps) return;
     uint32_t sequence = 0;
     Turns turns(p.rows);
     for (int32_t t = turns.next(); t >= 0; t = turns.next()) {
