@@ -6,6 +6,7 @@ import functools
 import io
 import json
 
+import deviceless
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +67,7 @@ def test_a_record_has_every_part(recorded):
         ("layer", "auto", "own"), ("select", "lax.top_k", None),
     ]  # fmt: skip
     assert [f["part"] for f in decode["figures"]] == [part for part, *_ in parts]
-    assert prefill["left_out"].keys() == {"row gather", "cuDNN dense"}
+    assert {"row gather", "cuDNN dense", "attention by cuda"} <= prefill["left_out"].keys()
     assert prefill["union_tokens"]["shared"] < prefill["union_tokens"]["own"] <= 32
     assert decode["union_tokens"] == {}
     figure = prefill["figures"][0]
@@ -119,7 +120,8 @@ def test_a_picture_of_no_known_format_is_refused(tmp_path):
 
 def test_a_wrong_result_gives_no_figure(monkeypatch, tmp_path):
     """The other figures are measured and kept; the error comes at the end."""
-    monkeypatch.setitem(figures.ATTEND, "xla", damaged(figures.ATTEND["xla"]))
+    right = figures.ATTEND["xla"]
+    monkeypatch.setitem(figures.ATTEND, "xla", right._replace(run=damaged(right.run)))
     path = tmp_path / "qsa.json"
     with pytest.raises(JaxcpError, match=r"xla is wrong for 64 rows over 256 keys: error"):
         measure(monkeypatch, [PREFILL], output=path)
@@ -143,7 +145,7 @@ def damaged(attend):
     (lambda ids: jnp.broadcast_to(jnp.arange(8), ids.shape), "leaves out a score"),
 ])  # fmt: skip
 def test_a_wrong_selection_is_seen(damage, message):
-    right = figures.SELECT["xla"](*selecting())
+    right = figures.SELECT["xla"].run(*selecting())
     checks.selection("xla", inputs(), right)
     with pytest.raises(JaxcpError, match=message):
         checks.selection("xla", inputs(), damage(right))
@@ -157,7 +159,7 @@ def selecting():
 def test_wrong_attention_is_seen(damage):
     blocks = selections.model("shared", inputs())
     arguments = (inputs().cache, inputs().layer, PREFILL.queries(inputs().table), CONFIG)
-    right = figures.ATTEND["xla"](inputs().projected.q, blocks, *arguments)
+    right = figures.ATTEND["xla"].run(inputs().projected.q, blocks, *arguments)
     checks.attention("xla", inputs(), blocks, (right.o, right.lse))
     with pytest.raises(JaxcpError, match="xla is wrong"):
         checks.attention("xla", inputs(), blocks, damage(right.o, right.lse))
@@ -176,6 +178,26 @@ def test_peers_compute_what_they_stand_for():
     checks.dense("dense", inputs(), dense[None])
     with pytest.raises(JaxcpError, match="dense is wrong"):
         checks.dense("dense", inputs(), dense[None] + 0.1)
+
+
+COMPILED = """
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jaxcp.bench.qsa import row_gather
+
+device = SingleDeviceSharding(mesh(cp=1).devices.flat[0])
+shapes = [((64, 24, 256), "bfloat16"), *[((8192, 2, 256), "bfloat16")] * 2, ((64, 2051), "int32"), ((64,), "int32")]
+arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=device) for shape, dtype in shapes]
+target = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+attend = lambda *a, tuning: row_gather.attend(*a, scale=1 / 16, tuning=tuning)
+with use_abstract_mesh(target):
+    lowered = [jax.jit(lambda *a, t=t: attend(*a, tuning=t)).lower(*arguments) for t in row_gather.TILES]
+answer(["row_gather_kernel" in program.compile().as_text() for program in lowered])
+"""
+
+
+@deviceless.requires_plugin
+def test_the_row_gather_compiles_for_a_gpu(tmp_path):
+    assert deviceless.run(COMPILED, tmp_path) == [True] * len(row_gather.TILES)
 
 
 def test_models_share_as_they_say():

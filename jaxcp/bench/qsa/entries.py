@@ -69,15 +69,19 @@ def attending(
 
 
 def gathering(inputs: Inputs, chosen: Mapping[str, jax.Array]) -> list[Entry]:
-    """The peer that gathers row by row."""
+    """Peers that gather row by row: a kernel written for it, and ours told that rows have no neighbours."""
     make = peers.gather(inputs, peers.tuned(inputs, chosen[OWN]))
-    return [
-        Entry(
-            "attend", "row gather", make(blocks), bind(checks.attention, "row gather", inputs, blocks), {},
-            selection, peer=True,
-        )
-        for selection, blocks in chosen.items()
-    ]  # fmt: skip
+    entries = [
+        _attending("row gather", make(blocks), inputs, blocks, selection) for selection, blocks in chosen.items()
+    ]
+    if inputs.case.each > 1:
+        alone = peers.alone(inputs, chosen[OWN])
+        entries.append(_attending("cuda, rows alone", alone, inputs, chosen[OWN], OWN))
+    return entries
+
+
+def _attending(name: str, program: Program, inputs: Inputs, blocks: jax.Array, selection: str) -> Entry:
+    return Entry("attend", name, program, bind(checks.attention, name, inputs, blocks), {}, selection, peer=True)
 
 
 def dense(inputs: Inputs) -> list[Entry]:

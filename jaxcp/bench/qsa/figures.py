@@ -11,6 +11,7 @@ from jaxcp.bench.qsa.cases import Case, make_inputs
 from jaxcp.bench.qsa.entries import OWN, Entry
 from jaxcp.errors import JaxcpError
 from jaxcp.qsa import QSAConfig
+from jaxcp.qsa.resolve import Implementation
 from jaxcp.qsa.selection import SELECT
 from jaxcp.qsa.sparse import ATTEND
 
@@ -52,13 +53,13 @@ class Session:
     def measure(self) -> dict[str, Any]:
         """The case's record."""
         inputs, rate, case = self._inputs, self._options.copy_rate, self._inputs.case
-        selected = self._run(entries.selecting(inputs, self._usable(SELECT), rate))
+        selected = self._run(entries.selecting(inputs, self._usable("selection", SELECT), rate))
         if not selected:
             raise JaxcpError(" ".join(self.failures))
         chosen = {OWN: next(iter(selected.values()))}
         if case.requests == 1:
             chosen |= {name: selections.model(name, inputs) for name in self._options.models}
-        self._run(entries.attending(inputs, self._usable(ATTEND), chosen, rate))
+        self._run(entries.attending(inputs, self._usable("attention", ATTEND), chosen, rate))
         self._run(entries.whole(inputs, rate))
         self._peer("lax.top_k", lambda: entries.ranking(inputs, chosen[OWN].shape[1]))
         self._peer("row gather", lambda: entries.gathering(inputs, chosen), peers.blocker())
@@ -74,9 +75,9 @@ class Session:
             "union_tokens": unions, "left_out": self.left_out, "figures": self.figures,
         }  # fmt: skip
 
-    def _usable(self, table: dict) -> dict[str, Callable]:
+    def _usable(self, operation: str, table: dict[str, Implementation]) -> dict[str, Callable]:
         usable, blocked = programs.usable(table, self._inputs)
-        self.left_out |= blocked
+        self.left_out |= {f"{operation} by {name}": why for name, why in blocked.items()}
         return usable
 
     def _peer(self, name: str, make: Callable[[], list[Entry]], blocker: str | None = None) -> None:

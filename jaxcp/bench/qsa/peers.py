@@ -10,9 +10,10 @@ from jaxtyping import Array, Float
 
 from jaxcp.bench import _measure
 from jaxcp.bench._measure import Program
-from jaxcp.bench.qsa import row_gather
+from jaxcp.bench.qsa import programs, row_gather
 from jaxcp.bench.qsa.cases import Case, Inputs
 from jaxcp.qsa import QSAConfig
+from jaxcp.qsa.kernel_attend import attend_cuda
 from jaxcp.qsa.selection import scores, token_rows
 
 SCRATCH_BYTES = 64 << 20
@@ -48,12 +49,21 @@ def gather(inputs: Inputs, tuning: tuple[int, int, int]) -> Callable[[Array], Pr
     return lambda blocks: Program(run, (inputs.projected.q, k, v, *_slots(blocks, inputs.table, *static)))
 
 
+def alone(inputs: Inputs, blocks: Array) -> Program:
+    """Our kernel without what neighbouring rows share; its time does not depend on the selection."""
+
+    def function(q, blocks, cache, layer, queries, config):
+        return attend_cuda(q, blocks, cache, layer, queries._replace(longest=1), config)
+
+    return programs.attend(function, inputs)(blocks)
+
+
 def tuned(inputs: Inputs, blocks: Array) -> tuple[int, int, int]:
     """The tuning with which `gather` is fastest on the first case that asks, for its geometry."""
     config = inputs.config
     if config not in _tunings:
-        programs = [gather(inputs, tuning)(blocks) for tuning in row_gather.TILES]
-        times = _measure.device_times(programs, repeat=5)
+        candidates = [gather(inputs, tuning)(blocks) for tuning in row_gather.TILES]
+        times = _measure.device_times(candidates, repeat=5)
         _tunings[config] = min(zip(times, row_gather.TILES, strict=True), key=lambda pair: pair[0].us)[1]
     return _tunings[config]
 

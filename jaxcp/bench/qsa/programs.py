@@ -11,11 +11,14 @@ from jaxcp.bench.qsa.cases import Inputs
 from jaxcp.qsa.forward import mix
 from jaxcp.qsa.layer import products
 from jaxcp.qsa.numerics import linear
+from jaxcp.qsa.resolve import Implementation, blockers_of
 
 
-def usable(table: dict, inputs: Inputs) -> tuple[dict[str, Callable], dict[str, str]]:
-    """Implementations of a table by name, and why each of the others cannot serve these inputs."""
-    return dict(table), {}
+def usable(table: dict[str, Implementation], inputs: Inputs) -> tuple[dict[str, Callable], dict[str, str]]:
+    """Implementations of a table by name, the best first, and why each of the others cannot serve these inputs."""
+    blockers = blockers_of(table, inputs.config, inputs.cache)
+    functions = {name: table[name].run for name, blocker in blockers.items() if blocker is None}
+    return functions, {name: blocker for name, blocker in blockers.items() if blocker is not None}
 
 
 def select(function: Callable, inputs: Inputs) -> Program:
