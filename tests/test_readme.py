@@ -1,4 +1,4 @@
-"""The README's example runs as printed, and its figures are those of the records in benchmarks/."""
+"""The examples of README and docs run as printed, and its figures are those of the records in benchmarks/."""
 
 import os
 import pathlib
@@ -29,6 +29,12 @@ def test_example_runs_as_printed():
     assert run(EXAMPLE) == "(4, 16, 64)\n"
 
 
+def test_example_of_qsa_runs_as_printed():
+    text = (ROOT / "docs" / "qsa.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert run(example) == "(2, 64) {'prefill': 2, 'decode': 1}\n"
+
+
 @pytest.mark.slow
 def test_example_runs_on_a_mesh_with_explicit_axes():
     """`jax.make_mesh` makes them by default; arrays then carry their sharding in their type."""
@@ -48,5 +54,5 @@ def test_figures_are_those_of_the_records(path, tables):
 
 
 def test_a_record_of_no_known_kind_is_refused():
-    with pytest.raises(ValueError, match=r"benchmark = 'speed'; expected one of \['lse_merge', 'simulated_ranks'\]"):
+    with pytest.raises(ValueError, match=r"benchmark = 'speed'; expected one of \['exchange', 'lse_merge', 'qsa', "):
         report.markdown({"benchmark": "speed"})
