@@ -11,7 +11,7 @@ const char* problem(const SelectParams& p) {
   if (p.blocks > int64_t{p.request_pages} * p.page_blocks) return "blocks exceed the page table";
   if (p.blocks > INT32_MAX - kStageKeys) return "too many blocks";
   if (p.method == Method::streaming) {
-    if (p.k > kMaxStreamedK) return "streaming selects at most 512 blocks";
+    if (p.k > kMaxStreamedK || p.heads > kMaxStreamedHeads) return "streaming selects at most 512 blocks with at most 4 heads";
     if (p.scratch_bytes < kStreamBytes) return "scratch must hold one block's lists";
   } else if (p.method == Method::stored) {
     const int64_t stride = (int64_t{p.blocks} + kStageKeys - 1) / kStageKeys * kStageKeys;

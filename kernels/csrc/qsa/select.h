@@ -5,7 +5,7 @@
 //
 // Two methods, both exact and deterministic, both with products by mma.sync (select_score.cuh).
 //
-// Streaming (select_stream.cuh), for prefill. A block keeps the index queries of 64 rows in registers and walks all
+// Streaming (select_stream.cu), for prefill. A block keeps the index queries of 64 rows in registers and walks all
 // keys of their request once. A score is compared in the epilogue with its row's threshold, the k-th best so far, and
 // joins the row's list of candidates only if it beats it: keys come in order of ids, so a later equal one has lost
 // already, and ties need nothing more. A list that is full (1024) is cut back to about k. Of N scores in random order
@@ -19,7 +19,7 @@
 //     141 KiB, which a producer warp fills by bulk copies, so warps may be 8 stages apart: one cuts, the others multiply
 //   memory: 64 rows x 8 KiB = 512 KiB a block, at most 160 blocks: 80 MiB, whatever the context
 //
-// Stored scores (select_stored.cuh), for decode and other small products, or k > 512. One kernel writes the scores,
+// Stored scores (select_stored.cu), for decode and other small products, k > 512 or more than 4 heads. One kernel writes the scores,
 // keys split over blocks so that every SM reads its share of them once; one block per row then finds the cut by
 // histograms of 2048 bins over the range of keys that can still hold it (at most three, after one of least and greatest)
 // and writes ids by a prefix count. Nothing is binned by value alone and nothing is dropped: bounded passes over the row.
@@ -40,6 +40,7 @@
 namespace jaxcp::qsa {
 
 constexpr int kMaxIndexHeads = 8;
+constexpr int kMaxStreamedHeads = 4;  // with more, queries and sums leave no registers for a cut
 constexpr int kTileRows = 64;         // query rows of a block
 constexpr int kCandidates = 1024;     // places in a row's list of the streaming method
 constexpr int kMaxStreamedK = 512;    // leaves a list room to fill again after a cut
@@ -73,7 +74,7 @@ cudaError_t launch_select(const SelectParams& p, cudaStream_t stream);
 cudaError_t launch_stored(const SelectParams& p, cudaStream_t stream);
 cudaError_t launch_streaming(const SelectParams& p, cudaStream_t stream);
 
-// The selection alone: rows of given scores, `stride` (a multiple of 4) apart, of which a row at position p sees the first
+// The selection alone: rows of given scores >= +0, `stride` (a multiple of 4) apart, of which a row at position p sees the first
 // min((p + 1) / ratio, blocks).
 struct ScoredRows {
   const float* scores;

@@ -1,6 +1,9 @@
 // The exact top k of a row: order of scores, search for the cut, places of what is kept. Written once for the GPU and the
 // host (tests/native/qsa_select_twin.cc). A team is what searches together: the lanes of a warp over a list of candidates,
 // the threads of a block over a row of scores (select_lanes.cuh), one thread on the host.
+//
+// A score is a sum of positive parts, so never negative nor -0, and its bits order as it does: they are its key. NaN, of
+// which there is one (0x7FFFFFFF, max.NaN's), is above infinity, as in XLA's sort.
 #pragma once
 
 #include <cstdint>
@@ -21,12 +24,6 @@ struct Cut {
   // Keys that come later, with larger ids, must be above this to be kept.
   JAXCP_BOTH uint32_t bar() const { return ties > 0 ? key : key + 1; }
 };
-
-// Larger score, larger key; the two zeros share one. NaN with a clear sign is above +inf, as in XLA's sort.
-JAXCP_BOTH uint32_t order_key(uint32_t bits) {
-  if (bits == 0x80000000u) bits = 0;
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
 
 JAXCP_BOTH int bit_length(uint32_t x) {
 #ifdef __CUDA_ARCH__
@@ -99,7 +96,7 @@ JAXCP_BOTH Cut find_cut(Team& team, int32_t wanted, int32_t enough) {
     const int shift = range.shift(Team::kDigitBits);
     team.clear_bins();
     team.each([&](uint32_t key) {
-      if (range.has(key)) team.count((key - range.low) >> shift);
+      team.count_if(range.has(key), (key - range.low) >> shift);
     });
     const Found found = team.find(range.wanted);
     range.narrow(Team::kDigitBits, found.digit, found.above);

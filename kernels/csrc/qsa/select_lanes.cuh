@@ -63,7 +63,10 @@ struct Lanes {
     for (int i = 0; i < kMine; i += 4) *reinterpret_cast<uint4*>(bins + 4 * warp.lane + 32 * i) = uint4{};
     __syncwarp();
   }
-  __device__ void count(uint32_t digit) { atomicAdd(bins + digit, 1u); }
+  __device__ void count_if(bool condition, uint32_t digit) const {
+    const auto bin = static_cast<uint32_t>(__cvta_generic_to_shared(bins)) + 4 * digit;
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p red.shared.add.u32 [%1], 1;}" ::"r"(static_cast<uint32_t>(condition)), "r"(bin) : "memory");
+  }
   __device__ Found find(int32_t wanted) const {
     __syncwarp();
     const uint32_t top = kDigits - 1 - warp.lane * kMine;
@@ -77,7 +80,7 @@ struct Lanes {
   }
 };
 
-// A block over a row of n scores, aligned to 16 bytes and readable up to a multiple of 4.
+// A block over the bits of n scores, none of them negative; aligned to 16 bytes.
 template <int kThreads>
 struct Block {
   static constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
@@ -104,14 +107,13 @@ struct Block {
   // f(group, key) of every key; a thread's are in four groups.
   template <class F>
   __device__ void groups(F f) const {
+    const int32_t whole = n / 4;
 #pragma unroll 4
-    for (int32_t i = thread * 4; i < n; i += kThreads * 4) {
-      const uint4 x = __ldg(reinterpret_cast<const uint4*>(scores + i));
-      f(0, order_key(x.x));
-      if (i + 1 < n) f(1, order_key(x.y));
-      if (i + 2 < n) f(2, order_key(x.z));
-      if (i + 3 < n) f(3, order_key(x.w));
+    for (int32_t i = thread; i < whole; i += kThreads) {
+      const uint4 x = __ldg(reinterpret_cast<const uint4*>(scores) + i);
+      f(0, x.x), f(1, x.y), f(2, x.z), f(3, x.w);
     }
+    if (thread < n % 4) f(0, __ldg(scores + 4 * whole + thread));
   }
 
   // If `wanted` groups have a greatest key of at least x, so many keys are at least x: the greatest keys of groups bound
@@ -126,7 +128,7 @@ struct Block {
     clear_bins();
     const int shift = range.shift(kDigitBits);
 #pragma unroll
-    for (const uint32_t key : most) count((key - range.low) >> shift);
+    for (const uint32_t key : most) count_if(true, (key - range.low) >> shift);
     range.low += find(wanted).digit << shift;
     return range;
   }
@@ -144,7 +146,9 @@ struct Block {
     for (int i = thread; i < kDigits; i += kThreads) shared.bins[i] = 0;
     __syncthreads();
   }
-  __device__ void count(uint32_t digit) { atomicAdd(&shared.bins[digit], 1u); }
+  __device__ void count_if(bool condition, uint32_t digit) {
+    if (condition) atomicAdd(&shared.bins[digit], 1u);
+  }
   __device__ Found find(int32_t wanted) {
     __syncthreads();
     const uint32_t top = kDigits - 1 - thread * kMine;

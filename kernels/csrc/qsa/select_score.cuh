@@ -41,23 +41,26 @@ struct Shape {
   __host__ __device__ static constexpr int key_offset(int key) { return key * kStride + key / 8 * 32; }
 };
 
-// f(Shape{}) of the variant for these sizes.
-template <class F>
-auto with_shape(int heads, int dim, bool e4m3, F f) {
+// f(Shape{}) of the variant for these sizes, of those with up to kHeads heads.
+template <int kHeads, class F>
+cudaError_t with_shape(int heads, int dim, bool e4m3, F f) {
   const auto with_dim = [&]<int kHeadTiles>() {
     if (dim == 128) return e4m3 ? f(Shape<kHeadTiles, 128, true>{}) : f(Shape<kHeadTiles, 128, false>{});
     return e4m3 ? f(Shape<kHeadTiles, 64, true>{}) : f(Shape<kHeadTiles, 64, false>{});
   };
-  return heads <= 4 ? with_dim.template operator()<2>() : with_dim.template operator()<4>();
+  if constexpr (kHeads > 4) {
+    if (heads > 4) return with_dim.template operator()<4>();
+  }
+  return with_dim.template operator()<2>();
 }
 
-// The first error of f(Shape{}) over all variants.
-template <class F>
+// The first error of f(Shape{}) over all those variants.
+template <int kHeads, class F>
 cudaError_t each_shape(F f) {
-  for (const int heads : {kMaxIndexHeads / 2, kMaxIndexHeads}) {
+  for (int heads = 4; heads <= kHeads; heads += 4) {
     for (const int dim : {64, 128}) {
       for (const bool e4m3 : {false, true}) {
-        if (const cudaError_t error = with_shape(heads, dim, e4m3, f); error != cudaSuccess) return error;
+        if (const cudaError_t error = with_shape<kHeads>(heads, dim, e4m3, f); error != cudaSuccess) return error;
       }
     }
   }
@@ -221,43 +224,46 @@ __device__ __forceinline__ float positive_part(float x) {
   return out;
 }
 
-// Scores of this thread's row with the kScores neighbouring keys from 2 kTiles (lane % 4) on of a step; `keys` is the
-// shared address of its first key.
+// Products of a warp's rows and heads with the keys of a step, before they become scores.
 template <class S>
-__device__ __forceinline__ void score_step(float (&score)[S::kScores], const QueryTile<S>& q, uint32_t keys) {
-  const uint32_t lane = threadIdx.x % 32, n = lane % 8;
-  const uint32_t mine = keys + S::key_offset(n / 2 * S::kScores + n % 2) + lane / 8 * 16;
-  float sum[S::kHeadTiles][S::kTiles][4] = {};
-  constexpr int kLoad = S::kE4m3 ? 4 : 2;  // steps per load of 64 bytes
+struct Sums {
+  float of[S::kHeadTiles][S::kTiles][4];
+
+  // `keys`: shared address of the step's first key.
+  __device__ __forceinline__ void multiply_by(const QueryTile<S>& q, uint32_t keys) {
+    const uint32_t lane = threadIdx.x % 32, n = lane % 8;
+    const uint32_t mine = keys + S::key_offset(n / 2 * S::kScores + n % 2) + lane / 8 * 16;
+    constexpr int kLoad = S::kE4m3 ? 4 : 2;  // products per load of 64 bytes
 #pragma unroll
-  for (int s = 0; s < S::kSteps; s += kLoad) {
+    for (int t = 0; t < S::kHeadTiles * S::kTiles * 4; ++t) of[t / (S::kTiles * 4)][t / 4 % S::kTiles][t % 4] = 0;
 #pragma unroll
-    for (int j = 0; j < S::kTiles; ++j) {
-      uint32_t b[4];
-      load_matrices(b, mine + 2 * j * S::kStride + s / kLoad * 64);
+    for (int s = 0; s < S::kSteps; s += kLoad) {
 #pragma unroll
-      for (int i = 0; i < kLoad; ++i) {
-        const uint32_t b0 = S::kE4m3 ? widened(b[i] & 0xFFFF) : b[2 * i % 4];
-        const uint32_t b1 = S::kE4m3 ? widened(b[i] >> 16) : b[(2 * i + 1) % 4];
+      for (int j = 0; j < S::kTiles; ++j) {
+        uint32_t b[4];
+        load_matrices(b, mine + 2 * j * S::kStride + s / kLoad * 64);
 #pragma unroll
-        for (int t = 0; t < S::kHeadTiles; ++t) multiply<S>(sum[t][j], q.word[t][s + i], b0, b1);
+        for (int i = 0; i < kLoad; ++i) {
+          const uint32_t b0 = S::kE4m3 ? widened(b[i] & 0xFFFF) : b[2 * i % 4];
+          const uint32_t b1 = S::kE4m3 ? widened(b[i] >> 16) : b[(2 * i + 1) % 4];
+#pragma unroll
+          for (int t = 0; t < S::kHeadTiles; ++t) multiply<S>(of[t][j], q.word[t][s + i], b0, b1);
+        }
       }
     }
   }
+
+  // Score of this thread's row with its i-th key, the key kScores (lane % 4) + i of the step.
+  __device__ __forceinline__ float score(int i) const {
+    float total = positive_part(of[0][i / 2][i % 2]) + positive_part(of[0][i / 2][2 + i % 2]);
 #pragma unroll
-  for (int j = 0; j < S::kTiles; ++j) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      float total = positive_part(sum[0][j][e]) + positive_part(sum[0][j][2 + e]);
-#pragma unroll
-      for (int t = 1; t < S::kHeadTiles; ++t) {
-        total = total + positive_part(sum[t][j][e]);
-        total = total + positive_part(sum[t][j][2 + e]);
-      }
-      score[2 * j + e] = total * S::kScale;
+    for (int t = 1; t < S::kHeadTiles; ++t) {
+      total = total + positive_part(of[t][i / 2][i % 2]);
+      total = total + positive_part(of[t][i / 2][2 + i % 2]);
     }
+    return total * S::kScale;
   }
-}
+};
 
 // The rows of a tile that need scores, taken one request after another. Every warp keeps its own, identical copy.
 struct TileRows {

@@ -39,11 +39,11 @@ __device__ void store_part(const SelectParams& p, const Share& share, const Part
       stages.wait_full(sequence);
       const uint32_t keys = shared_address(buffers + sequence % kStages * S::kStageBytes);
       for (int step = 0; step < kStageKeys && base + step < needed; step += S::kStepKeys) {
-        float score[S::kScores];
-        score_step<S>(score, q, keys + S::key_offset(step));
+        Sums<S> sums;
+        sums.multiply_by(q, keys + S::key_offset(step));
         if (seen == 0) continue;
 #pragma unroll
-        for (int i = 0; i < S::kScores; i += 2) *reinterpret_cast<float2*>(out + base + step + i) = make_float2(score[i], score[i + 1]);
+        for (int i = 0; i < S::kScores; i += 2) *reinterpret_cast<float2*>(out + base + step + i) = make_float2(sums.score(i), sums.score(i + 1));
       }
       __syncwarp();
       if (lane == 0) stages.release(sequence);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, 1) store_scores(const __grid_constan
 // A row's selection, by one block. Each warp has a contiguous part of the row: what it keeps follows what the warps
 // before it keep.
 template <int kBlockThreads>
-__global__ void __launch_bounds__(kBlockThreads, 1536 / kBlockThreads) top_blocks(const __grid_constant__ ScoredRows r) {
+__global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads) top_blocks(const __grid_constant__ ScoredRows r) {
   __shared__ typename Block<kBlockThreads>::Shared shared;
   int32_t* const ids = r.ids + int64_t{blockIdx.x} * r.k;
   const int32_t n = min((__ldg(r.position + blockIdx.x) + 1) / r.ratio, r.blocks);
@@ -87,15 +87,17 @@ __global__ void __launch_bounds__(kBlockThreads, 1536 / kBlockThreads) top_block
   const Warp& warp = block.warp;
   const int index = block.thread / 32;
   constexpr int kWarpsHere = kBlockThreads / 32;
-  const int32_t part = ((n + kWarpsHere - 1) / kWarpsHere + 31) / 32 * 32;
-  const int32_t begin = index * part, end = min(begin + part, n);
+  const int32_t part = ((n + kWarpsHere - 1) / kWarpsHere + 127) / 128 * 128;
+  const int32_t begin = min(index * part, n), end = min(begin + part, n), lane = static_cast<int32_t>(warp.lane);
   int32_t above = 0, tied = 0;
-#pragma unroll 8
-  for (int32_t i = begin + static_cast<int32_t>(warp.lane); i < end; i += 32) {
-    const uint32_t key = order_key(__ldg(scores + i));
-    above += key > cut.key;
-    tied += key == cut.key;
+  const auto weigh = [&](uint32_t key) { above += key > cut.key, tied += key == cut.key; };
+  const int32_t whole = begin + (end - begin) / 4 * 4;
+#pragma unroll 4
+  for (int32_t i = begin + 4 * lane; i < whole; i += 128) {
+    const uint4 x = __ldg(reinterpret_cast<const uint4*>(scores + i));
+    weigh(x.x), weigh(x.y), weigh(x.z), weigh(x.w);
   }
+  if (whole + lane < end) weigh(__ldg(scores + whole + lane));
   above = warp.sum(above), tied = warp.sum(tied);
   __syncthreads();  // the search's sums have been read
   if (warp.lane == 0) shared.first[index] = above, shared.second[index] = tied;
@@ -104,9 +106,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1536 / kBlockThreads) top_block
   Places places{block.before_warp(shared.first) + min(tied_before, cut.ties), cut.ties - tied_before};
 #pragma unroll 8
   for (int32_t i = begin; i < end; i += 32) {
-    const int32_t id = i + static_cast<int32_t>(warp.lane);
-    const uint32_t key = id < end ? order_key(__ldg(scores + id)) : 0;
-    const int32_t place = places.take(warp, id < end && key > cut.key, id < end && key == cut.key);
+    const int32_t id = i + lane;
+    const int32_t key = id < end ? static_cast<int32_t>(__ldg(scores + id)) : -1;
+    const int32_t place = places.take(warp, key > static_cast<int32_t>(cut.key), key == static_cast<int32_t>(cut.key));
     if (place >= 0) ids[place] = id;
   }
 }
@@ -139,11 +141,12 @@ cudaError_t launch_stored(const SelectParams& p, cudaStream_t stream) {
     share.rows = std::min(at_once, p.rows - share.first_row);
     const int32_t row_tiles = whole(share.rows, share.tile_rows);
     share.keys = keys_per_block(p, row_tiles);
-    with_shape(p.heads, p.dim, p.e4m3, [&]<class S>(S) {
+    const cudaError_t launched = with_shape<kMaxIndexHeads>(p.heads, p.dim, p.e4m3, [&]<class S>(S) {
       const dim3 grid(whole(p.blocks, share.keys), row_tiles);
       store_scores<S><<<grid, kThreads, S::kSharedBytes, stream>>>(p, share);
+      return cudaGetLastError();
     });
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    if (launched != cudaSuccess) return launched;
     const ScoredRows scored{share.scores, share.stride, p.position + share.first_row, p.ids + int64_t{share.first_row} * p.k,
                             share.rows, p.k, p.ratio, p.blocks};
     if (const cudaError_t error = launch_top_blocks(scored, stream); error != cudaSuccess) return error;
@@ -155,7 +158,7 @@ cudaError_t load_stored() {
   cudaFuncAttributes found;
   if (const cudaError_t error = cudaFuncGetAttributes(&found, top_blocks<512>); error != cudaSuccess) return error;
   if (const cudaError_t error = cudaFuncGetAttributes(&found, top_blocks<1024>); error != cudaSuccess) return error;
-  return each_shape([]<class S>(S) {
+  return each_shape<kMaxIndexHeads>([]<class S>(S) {
     return cudaFuncSetAttribute(store_scores<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   });
 }

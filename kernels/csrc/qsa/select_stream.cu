@@ -31,12 +31,19 @@ __device__ __forceinline__ void push_if(uint32_t bit, Candidate*& to, Candidate 
       : "memory");
 }
 
-// Appends those of this thread's neighbouring scores that beat the threshold, in order of ids over the row's threads.
-template <int kScores>
-__device__ __forceinline__ void append(Row& row, const float (&score)[kScores], int32_t first_id) {
+// Appends those of this thread's scores of the step from key `step` on that beat the threshold, in order of ids over the
+// row's threads.
+template <class S>
+__device__ __forceinline__ void append(Row& row, const Sums<S>& sums, int32_t step) {
+  constexpr int kScores = S::kScores;
+  const int32_t first_id = step + static_cast<int32_t>(threadIdx.x) % 4 * kScores;
+  int32_t key[kScores];
   uint32_t hits = 0;
 #pragma unroll
-  for (int i = 0; i < kScores; ++i) hits |= (__float_as_int(score[i]) > row.threshold ? 1u : 0u) << i;
+  for (int i = 0; i < kScores; ++i) {
+    key[i] = __float_as_int(sums.score(i));
+    hits |= (key[i] > row.threshold ? 1u : 0u) << i;
+  }
   const int32_t left = row.visible - first_id;
   if (left < kScores) hits &= (1u << max(left, 0)) - 1;
   const int shift = threadIdx.x % 4 * 8;
@@ -48,7 +55,7 @@ __device__ __forceinline__ void append(Row& row, const float (&score)[kScores], 
   row.count += counts >> 24;
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
-    push_if(hits & 1u << i, to, {__float_as_int(score[i]), first_id + i});
+    push_if(hits & 1u << i, to, {key[i], first_id + i});
   }
 }
 
@@ -131,24 +138,32 @@ struct Turns {
   }
 };
 
-// One request's rows of a tile: a warp's 8 against all keys.
+// One request's rows of a tile: a warp's 8 against all keys. The products of a step are issued before the sums of the last
+// one are looked at, so that the tensor cores work meanwhile.
 template <class S>
 __device__ __forceinline__ void stream_rows(Row& row, int32_t limit, const QueryTile<S>& q, int32_t k, Stages& stages, const uint8_t* buffers,
                                             uint32_t* bins, uint32_t& sequence) {
-  const int lane = threadIdx.x % 32;
   const int32_t needed = Warp().max(row.visible);
+  Sums<S> even, odd{};
+  int32_t last = limit;  // where the step in `odd` began; nobody sees the first one
   for (int32_t base = 0; base < limit; base += kStageKeys, ++sequence) {
     stages.wait_full(sequence);
-    const uint32_t keys = shared_address(buffers + sequence % kStages * S::kStageBytes);
-    for (int step = 0; step < kStageKeys && base + step < needed; step += S::kStepKeys) {
-      float score[S::kScores];
-      score_step<S>(score, q, keys + S::key_offset(step));
-      append(row, score, base + step + lane % 4 * S::kScores);
-      make_room<S>(row, k, bins);
+    if (base < needed) {
+      const uint32_t keys = shared_address(buffers + sequence % kStages * S::kStageBytes);
+      for (int step = 0; step < kStageKeys; step += 2 * S::kStepKeys) {
+        even.multiply_by(q, keys + S::key_offset(step));
+        append(row, odd, last);
+        make_room<S>(row, k, bins);
+        last = base + step + S::kStepKeys;
+        odd.multiply_by(q, keys + S::key_offset(step + S::kStepKeys));
+        append(row, even, base + step);
+        make_room<S>(row, k, bins);
+      }
     }
     __syncwarp();
-    if (lane == 0) stages.release(sequence);
+    if (threadIdx.x % 32 == 0) stages.release(sequence);
   }
+  append(row, odd, last);
 }
 
 template <class S>
@@ -202,12 +217,14 @@ cudaError_t launch_streaming(const SelectParams& p, cudaStream_t stream) {
   const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
   const int64_t lists = p.scratch_bytes / kStreamBytes;
   const unsigned grid = static_cast<unsigned>(std::min({tiles, lists, int64_t{multiprocessors()}}));
-  with_shape(p.heads, p.dim, p.e4m3, [&]<class S>(S) { stream_blocks<S><<<grid, kThreads, S::kSharedBytes, stream>>>(p); });
-  return cudaGetLastError();
+  return with_shape<kMaxStreamedHeads>(p.heads, p.dim, p.e4m3, [&]<class S>(S) {
+    stream_blocks<S><<<grid, kThreads, S::kSharedBytes, stream>>>(p);
+    return cudaGetLastError();
+  });
 }
 
 cudaError_t load_streaming() {
-  return each_shape([]<class S>(S) {
+  return each_shape<kMaxStreamedHeads>([]<class S>(S) {
     return cudaFuncSetAttribute(stream_blocks<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   });
 }
