@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -71,7 +72,7 @@ def device_times(
     Args:
       repeat: timed runs of each program.
       warm_up: runs before them.
-      limit_s: seconds, about, that the timed runs of one program may take; a slow one runs less often, but twice.
+      limit_s: seconds, about, that the timed runs of one program may take; a slow one runs less often.
 
     Raises:
       BackendError: the default device is no GPU.
@@ -126,28 +127,29 @@ class _Run:
 
     def warmed(self, warm_up: int, repeat: int, limit_s: float) -> int:
         """Warms up; how often it may run then."""
-        self.repeated(1)
         start = time.perf_counter()
         self.repeated(1)
-        seconds = time.perf_counter() - start
-        if seconds * repeat > limit_s:
-            return min(repeat, max(2, int(limit_s / seconds)))
+        if time.perf_counter() - start > limit_s:
+            return 1
+        start = time.perf_counter()
+        self.repeated(1)
         self.repeated(warm_up - 2)
-        return repeat
+        return max(1, int(min(repeat, limit_s * (warm_up - 1) / (time.perf_counter() - start))))
 
 
 def _compiled(programs: Sequence[Program]) -> list[tuple[str, Any]]:
     """(name, executable) of every program; those of one function with arguments of the same shapes share it."""
-    made: dict[Any, tuple[str, Any]] = {}
-    found = []
+    name_of: dict[Any, str] = {}
+    lowered, names = {}, []
     for program in programs:
         shapes = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x).name), program.args)
-        key = (id(program.fn), str(shapes))
-        if key not in made:  # one by one: XLA times candidates on the device
-            name = f"measured_{len(made)}"
-            made[key] = name, _named(program, name).lower(*program.args).compile()
-        found.append(made[key])
-    return found
+        name = name_of.setdefault((id(program.fn), str(shapes)), f"measured_{len(name_of)}")
+        if name not in lowered:
+            lowered[name] = _named(program, name).lower(*program.args)
+        names.append(name)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA locks the device while it times candidates
+        made = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
+    return [(name, made[name]) for name in names]
 
 
 def kernel_events(folder: str, plane_prefix: str) -> Mapping[str, Mapping[str, list[float]]]:

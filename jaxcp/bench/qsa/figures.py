@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from jaxcp.bench import _measure
 from jaxcp.bench._measure import DeviceTime
 from jaxcp.bench.qsa import entries, peers, programs, selections
@@ -53,35 +55,40 @@ class Session:
     def measure(self) -> dict[str, Any]:
         """The case's record."""
         inputs, rate, case = self._inputs, self._options.copy_rate, self._inputs.case
-        selected = self._run(entries.selecting(inputs, self._usable("selection", SELECT), rate))
-        if not selected:
-            raise JaxcpError(" ".join(self.failures))
-        chosen = {OWN: next(iter(selected.values()))}
-        if case.requests == 1:
-            chosen |= {name: selections.model(name, inputs) for name in self._options.models}
-        self._run(entries.attending(inputs, self._usable("attention", ATTEND), chosen, rate))
-        self._run(entries.whole(inputs, rate))
-        self._peer("lax.top_k", lambda: entries.ranking(inputs, chosen[OWN].shape[1]))
-        self._peer("row gather", lambda: entries.gathering(inputs, chosen), peers.blocker())
-        if case.requests == 1:
-            self._peer("cuDNN dense", lambda: entries.dense(inputs), peers.blocker())
-        unions = {
-            name: round(selections.union_tokens(blocks, inputs.config.ratio), 1)
-            for name, blocks in chosen.items()
-            if case.each >= selections.TILE
-        }
+        k = min(inputs.config.selected_blocks, case.keys // inputs.config.ratio)
+        selecting = entries.selecting(inputs, self._usable("selection", SELECT), rate)
+        right = self._run([*selecting, *entries.whole(inputs, rate), *entries.ranking(inputs, k)])
+        own = next((blocks for entry, blocks in right if entry.part == "select" and not entry.peer), None)
+        unions = {} if own is None else self._attention(own)
         return {
             "rows": case.rows, "keys": case.keys, "requests": case.requests,
             "union_tokens": unions, "left_out": self.left_out, "figures": self.figures,
         }  # fmt: skip
+
+    def _attention(self, own: jax.Array) -> dict[str, float]:
+        """Measures attention over the own selection and the models; how much neighbouring rows share in each."""
+        inputs, case = self._inputs, self._inputs.case
+        chosen = {OWN: own}
+        if case.requests == 1:
+            chosen |= {name: selections.model(name, inputs) for name in self._options.models}
+        usable = self._usable("attention", ATTEND)
+        self._run(entries.attending(inputs, usable, chosen, self._options.copy_rate))
+        self._peer("row gather", lambda: entries.gathering(inputs, chosen))
+        if case.requests == 1:
+            self._peer("cuDNN dense", lambda: entries.dense(inputs))
+        if case.each < selections.TILE:
+            return {}
+        ratio = inputs.config.ratio
+        return {name: round(selections.union_tokens(blocks, ratio), 1) for name, blocks in chosen.items()}
 
     def _usable(self, operation: str, table: dict[str, Implementation]) -> dict[str, Callable]:
         usable, blocked = programs.usable(table, self._inputs)
         self.left_out |= {f"{operation} by {name}": why for name, why in blocked.items()}
         return usable
 
-    def _peer(self, name: str, make: Callable[[], list[Entry]], blocker: str | None = None) -> None:
+    def _peer(self, name: str, make: Callable[[], list[Entry]]) -> None:
         """Measures a peer; one that this machine, or this version of it, refuses is left out with its reason."""
+        blocker = peers.blocker()
         if blocker is None:
             try:
                 self._run(make())
@@ -90,17 +97,17 @@ class Session:
         if blocker is not None:
             self.left_out[name] = blocker
 
-    def _run(self, wanted: list[Entry]) -> dict[str, Any]:
-        """Measures; adds the figures whose results are right. Returns these results by name."""
+    def _run(self, wanted: list[Entry]) -> list[tuple[Entry, Any]]:
+        """Measures; adds the figures whose results are right. Returns those results."""
         limits = {"repeat": self._options.repeat, "limit_s": self._options.limit_s}
-        right = {}
+        right = []
         for entry, time in zip(wanted, _measure.device_times([e.program for e in wanted], **limits), strict=True):
             try:
                 entry.check(time.result)
             except JaxcpError as error:
                 self.failures.append(str(error))
                 continue
-            right[entry.name] = time.result
+            right.append((entry, time.result))
             self.figures.append(_figure(entry, time))
             self._options.say(f"  {_label(entry)}: {time.us / 1e3:.3f} ms")
         return right
