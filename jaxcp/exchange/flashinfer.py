@@ -114,12 +114,12 @@ def load(**options) -> native.WorkspaceLibrary:
     folder = include_folder()
     assert folder is not None  # header_blocker has looked
     include = (native.source_folder() / "flashinfer_shim", folder)
-    return native.load("flashinfer", include=include, stamp=_stamp(folder), **options)
+    return native.load("flashinfer", include=include, stamp=stamp(folder), **options)
 
 
-def _stamp(folder: Path) -> str:
+def stamp(folder: Path, header: Path = HEADER) -> str:
     """What the include folder holds, for the cache key: a path does not say when a wheel was replaced."""
     try:
         return metadata.version("flashinfer-python")
     except metadata.PackageNotFoundError:
-        return str((folder / HEADER).stat().st_mtime_ns)
+        return str((folder / header).stat().st_mtime_ns)

@@ -40,7 +40,12 @@ SOURCES = {
         "qsa/attend_rows.cu",
         "qsa/attend_wgmma.cu",
         "qsa/ffi_attend.cc",
+        "qsa/select.cc",
+        "qsa/select_stored.cu",
+        "qsa/select_stream.cu",
+        "qsa/ffi_select.cc",
     ),
+    "flashinfer_topk": ("build_key.cc", "qsa/select_flashinfer.cu", "qsa/ffi_select_flashinfer.cc"),
 }
 """Translation units of each library. "cpu" needs no CUDA: it is the host twin of the exchange kernels."""
 

@@ -13,7 +13,8 @@ HANDLERS = {
     "cpu": ("jaxcp_fused",),
     "cuda": ("jaxcp_fused", "jaxcp_fused_simulated"),
     "flashinfer": ("jaxcp_flashinfer",),
-    "qsa": ("jaxcp_qsa_attend",),
+    "qsa": ("jaxcp_qsa_attend", "jaxcp_qsa_select"),
+    "flashinfer_topk": ("jaxcp_qsa_flashinfer_topk",),
 }
 """FFI targets of each library, under the names of their symbols."""
 

@@ -11,12 +11,16 @@ The XLA implementation walks tiles of query rows of one request, so that scores 
 are compared exactly: equal ones go by id, nothing is binned or dropped.
 """
 
+from collections.abc import Callable
+from functools import partial as bind
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxcp import storage
 from jaxcp.products import contract
+from jaxcp.qsa import flashinfer_topk, kernel_select
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.config import QSAConfig
 from jaxcp.qsa.indexing import quotient, remainder, take
@@ -42,19 +46,22 @@ def scores(
 def top_blocks(score: Float[Array, "rows blocks"], visible: Int[Array, " rows"], k: int) -> Int32[Array, "rows k"]:
     """Ids of the min(k, visible) largest scores among each row's first `visible` blocks: ascending, then -1.
 
-    Equal scores go by id, smaller first. `lax.top_k` ranks +0 above -0, so -0 is replaced; its bits are compared, since
-    some platforms take every subnormal for 0.
+    Equal scores go by id, smaller first. `lax.top_k` ranks +0 above -0, so -0 is replaced.
     """
     n = score.shape[1]
     seen = jnp.arange(n) < visible[:, None]
-    bits = lax.bitcast_convert_type(score, f"int{8 * score.dtype.itemsize}")
-    unsigned_zero = jnp.where(bits == jnp.iinfo(bits.dtype).min, jnp.zeros_like(score), score)
-    ranked = jnp.where(seen, unsigned_zero, -jnp.inf)
+    ranked = jnp.where(seen, unsigned_zeros(score), -jnp.inf)
     _, ids = lax.top_k(ranked, min(k, n))
     place = jnp.arange(min(k, n))
     ids = jnp.sort(jnp.where(place < visible[:, None], ids, ABSENT), axis=-1)
     ids = jnp.pad(ids, [(0, 0), (0, k - min(k, n))], constant_values=ABSENT)
     return jnp.where(ids == ABSENT, -1, ids).astype(jnp.int32)
+
+
+def unsigned_zeros(score: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`score` with +0 for -0; bits are compared, since some platforms take every subnormal for 0."""
+    bits = lax.bitcast_convert_type(score, f"int{8 * score.dtype.itemsize}")
+    return jnp.where(bits == jnp.iinfo(bits.dtype).min, jnp.zeros_like(score), score)
 
 
 def all_visible(visible: Int[Array, " rows"], k: int) -> Int32[Array, "rows k"]:
@@ -86,13 +93,50 @@ def select_xla(
     config: QSAConfig,
 ) -> Int32[Array, "rows k"]:
     """J(p) of every row from the cache's compressed keys: [rows, min(k, blocks in context)]; padding rows are -1."""
-    position = queries.rows.position
+    return _selected(bind(_in_tiles, top=top_blocks), index_q, cache, layer, queries, config)
+
+
+def select_cuda(
+    index_q: Float[Array, "rows index_heads index_dim"],
+    cache: Cache,
+    layer: Int[Array, ""],
+    queries: Queries,
+    config: QSAConfig,
+) -> Int32[Array, "rows k"]:
+    """As `select_xla`, by kernels of our own; sums may round otherwise in the last place."""
+    return _selected(kernel_select.select, index_q, cache, layer, queries, config)
+
+
+def select_flashinfer(
+    index_q: Float[Array, "rows index_heads index_dim"],
+    cache: Cache,
+    layer: Int[Array, ""],
+    queries: Queries,
+    config: QSAConfig,
+) -> Int32[Array, "rows k"]:
+    """As `select_xla`, the same scores ranked by FlashInfer's kernels."""
+
+    def top(score, visible, k):
+        return flashinfer_topk.top_blocks(unsigned_zeros(score), visible, k)
+
+    return _selected(bind(_in_tiles, top=top), index_q, cache, layer, queries, config)
+
+
+def _selected(select: Callable, index_q: Array, cache: Cache, layer: Array, queries: Queries, config: QSAConfig):
+    """`select`, unless the context has no more blocks than are selected; both operands of the score rounded alike."""
     blocks = min(queries.context // config.ratio, cache.page_table.shape[1] * cache.blocks_per_page)
     k = min(config.selected_blocks, max(blocks, 1))
     if blocks <= k:
-        return all_visible(quotient(position + 1, config.ratio), k)
-    if cache.index_dtype != cache.dtype:  # both operands of the score are rounded alike
+        return all_visible(quotient(queries.rows.position + 1, config.ratio), k)
+    if cache.index_dtype != cache.dtype:
         index_q = storage.decode(storage.encode(index_q, cache.index_dtype)).astype(cache.dtype)
+    return select(index_q, cache, layer, queries, config, blocks, k)
+
+
+def _in_tiles(
+    index_q: Array, cache: Cache, layer: Array, queries: Queries, config: QSAConfig, blocks: int, k: int, *, top
+) -> Array:
+    """J(p) by XLA's scores and `top` of them, some rows of one request at a time."""
     row_bytes, key_bytes = config.index_heads * blocks * 4, blocks * config.index_dim * 4
     tiles = tiles_of(queries.segments, queries.rows, _tile_length(queries, row_bytes), queries.longest)
     pages = jnp.arange(-(-blocks // cache.blocks_per_page), dtype=jnp.int32)
@@ -101,7 +145,7 @@ def select_xla(
         request, row, position = tile
         keys = storage.decode(take(cache.index, layer, take(cache.page_table, request, pages))).astype(cache.dtype)
         score = scores(take(index_q, row), keys.reshape(-1, config.index_dim)[:blocks])
-        return top_blocks(score, quotient(position + 1, config.ratio), k)
+        return top(score, quotient(position + 1, config.ratio), k)
 
     chosen = in_steps(of_tile, (tiles.request, tiles.row, tiles.position), key_bytes + tiles.row.shape[1] * row_bytes)
     return jnp.where(queries.rows.real[:, None], take(chosen, tiles.tile, tiles.place), -1)
@@ -114,5 +158,12 @@ def _tile_length(queries: Queries, row_bytes: int) -> int:
     return min(wanted, scratch_rows(row_bytes))
 
 
-SELECT = {"xla": Implementation(select_xla)}
-"""Implementations of scoring and selection by name, the best first; each has the signature of `select_xla`."""
+SELECT = {
+    "cuda": Implementation(select_cuda, kernel_select.blocker),
+    "xla": Implementation(select_xla),
+    "flashinfer": Implementation(select_flashinfer, flashinfer_topk.blocker),
+}
+"""Implementations of scoring and selection by name, the best first; each has the signature of `select_xla`.
+
+"flashinfer" stands behind "xla", which serves everywhere: it is taken only by name.
+"""

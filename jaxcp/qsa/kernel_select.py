@@ -1,0 +1,93 @@
+"""Scoring and block selection by the CUDA kernels of kernels/csrc/qsa (select.h says how they work)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Int32
+
+from jaxcp.qsa import library
+from jaxcp.qsa.cache import Cache
+from jaxcp.qsa.config import QSAConfig
+from jaxcp.qsa.queries import SCRATCH_BYTES, Queries
+
+TARGET = "jaxcp_qsa_select"
+INDEX_DIMS = (64, 128)
+MOST_HEADS = 8
+STORED, STREAMING = 0, 1
+"""Methods (select.h): scores of some rows at a time in memory; lists of candidates, no scores."""
+
+STREAMED_K, STREAMED_HEADS = 512, 4
+"""Most blocks and index heads of the streaming method."""
+TILE_ROWS, LIST_BYTES, MOST_LISTS = 64, 64 * 1024 * 8, 160
+"""Rows of a block of the streaming method, its lists, and how many blocks run at once at most: 80 MiB of lists."""
+
+
+class Work(NamedTuple):
+    """How a call is done.
+
+    Attributes:
+      method: STORED or STREAMING.
+      scratch: bytes.
+    """
+
+    method: int
+    scratch: int
+
+
+def blocker(config: QSAConfig, cache: Cache, platform: str) -> str | None:
+    """Why the kernels cannot serve this cache, or None; host facts only."""
+    if why := library.blocker(platform):
+        return why
+    if cache.dtype != jnp.bfloat16:
+        return f"its dtype is bfloat16, not {cache.dtype}"
+    if config.index_dim not in INDEX_DIMS:
+        return f"index_dim = {config.index_dim} is not one of {', '.join(map(str, INDEX_DIMS))}"
+    if config.index_heads > MOST_HEADS:
+        return f"{config.index_heads} index heads exceed its {MOST_HEADS}"
+    return None
+
+
+def plan(rows: int, blocks: int, k: int, heads: int) -> Work:
+    """Method and memory for `rows` rows that see up to `blocks` blocks and select k; at most 80 MiB."""
+    row_bytes = -(-blocks // 64) * 64 * 4
+    if rows * row_bytes > SCRATCH_BYTES and k <= STREAMED_K and heads <= STREAMED_HEADS:
+        return Work(STREAMING, min(-(-rows // TILE_ROWS), MOST_LISTS) * LIST_BYTES)
+    return Work(STORED, min(rows, max(1, SCRATCH_BYTES // row_bytes)) * row_bytes)
+
+
+def select(
+    index_q: Float[Array, "rows index_heads index_dim"],
+    cache: Cache,
+    layer: Int[Array, ""],
+    queries: Queries,
+    config: QSAConfig,
+    blocks: int,
+    k: int,
+) -> Int32[Array, "rows k"]:
+    """J(p) of every row, as `selection.select_xla`, for k < blocks; index_q rounded as the stored keys are.
+
+    Args:
+      blocks: bound of a row's visible blocks, within the page table.
+      k: most blocks to select.
+    """
+    library.prepare()
+    rows = queries.rows
+    work = plan(len(index_q), blocks, k, config.index_heads)
+    call = jax.ffi.ffi_call(
+        TARGET,
+        [
+            jax.ShapeDtypeStruct((len(index_q), k), jnp.int32),
+            jax.ShapeDtypeStruct((work.scratch,), jnp.uint8),
+        ],
+    )
+    # Barriers: XLA:GPU fuses a call with slices of its operands or results, after which jax 0.11's runs the call twice.
+    index_q = lax.optimization_barrier(index_q)
+    ids, _ = call(
+        index_q, cache.index, jnp.asarray(layer, jnp.int32), cache.page_table, rows.request, rows.position,
+        ratio=np.int64(config.ratio), blocks=np.int64(blocks), longest=np.int64(queries.longest),
+        method=np.int64(work.method),
+    )  # fmt: skip
+    return lax.optimization_barrier(ids)
