@@ -67,7 +67,7 @@ def test_a_record_has_every_part(recorded):
         ("select", "lax.top_k", None), ("attend", "xla", "own"),
     ]  # fmt: skip
     assert [f["part"] for f in decode["figures"]] == [part for part, *_ in parts]
-    assert {"row gather", "cuDNN dense", "attention by cuda"} <= prefill["left_out"].keys()
+    assert {"row gather", "cuDNN dense", "FlashInfer top-k", "attention by cuda"} <= prefill["left_out"].keys()
     assert prefill["union_tokens"]["shared"] < prefill["union_tokens"]["own"] <= 32
     assert decode["union_tokens"] == {}
     figure = prefill["figures"][0]
@@ -129,6 +129,14 @@ def test_a_wrong_result_gives_no_figure(monkeypatch, tmp_path):
     kept = {f["part"] for f in json.loads(path.read_text())["cases"][0]["figures"]}
     assert "attend" not in kept
     assert {"select", "projections"} <= kept
+
+
+def test_a_case_that_fails_does_not_cost_the_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "Session", lambda case, options: (_ for _ in ()).throw(RuntimeError("no memory")))
+    path = tmp_path / "qsa.json"
+    with pytest.raises(JaxcpError, match=r"64 rows over 256 keys could not be measured: no memory.* 2 rows over"):
+        measure(monkeypatch, [PREFILL, DECODE], output=path)
+    assert json.loads(path.read_text())["cases"] == []
 
 
 def damaged(attend):

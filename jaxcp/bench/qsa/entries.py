@@ -47,10 +47,17 @@ def selecting(inputs: Inputs, functions: Mapping[str, Callable], copy_rate: floa
     ]
 
 
-def ranking(inputs: Inputs, k: int) -> list[Entry]:
-    """Peers of the selection, which get the scores."""
-    program = peers.top_k(peers.all_scores(inputs), k)
+def ranking(inputs: Inputs) -> list[Entry]:
+    """The peer of the selection that everybody has; it gets the scores."""
+    program = peers.top_k(peers.all_scores(inputs), _most_blocks(inputs))
     return [Entry("select", "lax.top_k", program, bind(checks.ranked, "lax.top_k", inputs), {}, peer=True)]
+
+
+def flashinfer(inputs: Inputs) -> list[Entry]:
+    """FlashInfer's selection, of scores that it gets."""
+    name, visible = "FlashInfer top-k", peers.visible_blocks(inputs)
+    program = peers.flashinfer_top_k(peers.all_scores(inputs), visible, _most_blocks(inputs))
+    return [Entry("select", name, program, bind(checks.selection, name, inputs), {}, peer=True)]
 
 
 def attending(
@@ -100,6 +107,10 @@ def whole(inputs: Inputs, copy_rate: float) -> list[Entry]:
         Entry("projections", "xla", programs.projections(inputs), lambda _: None, products),
         Entry("layer", "auto", programs.layer(inputs), bind(checks.layer, "layer", inputs), {}, OWN),
     ]
+
+
+def _most_blocks(inputs: Inputs) -> int:
+    return min(inputs.config.selected_blocks, inputs.case.keys // inputs.config.ratio)
 
 
 def _floors(inputs: Inputs, copy_rate: float) -> dict[str, dict[str, float]]:

@@ -12,8 +12,8 @@ from jaxcp.bench.qsa import entries, peers, programs, selections
 from jaxcp.bench.qsa.cases import Case, make_inputs
 from jaxcp.bench.qsa.entries import OWN, Entry
 from jaxcp.errors import JaxcpError
-from jaxcp.qsa import QSAConfig
-from jaxcp.qsa.resolve import Implementation
+from jaxcp.qsa import QSAConfig, flashinfer_topk
+from jaxcp.qsa.resolve import Implementation, platform
 from jaxcp.qsa.selection import SELECT
 from jaxcp.qsa.sparse import ATTEND
 
@@ -55,9 +55,10 @@ class Session:
     def measure(self) -> dict[str, Any]:
         """The case's record."""
         inputs, rate, case = self._inputs, self._options.copy_rate, self._inputs.case
-        k = min(inputs.config.selected_blocks, case.keys // inputs.config.ratio)
         selecting = entries.selecting(inputs, self._usable("selection", SELECT), rate)
-        right = self._run([*selecting, *entries.whole(inputs, rate), *entries.ranking(inputs, k)])
+        right = self._run([*selecting, *entries.whole(inputs, rate), *entries.ranking(inputs)])
+        blocker = flashinfer_topk.blocker(inputs.config, inputs.cache, platform())
+        self._peer("FlashInfer top-k", lambda: entries.flashinfer(inputs), blocker)
         own = next((blocks for entry, blocks in right if entry.part == "select" and not entry.peer), None)
         unions = {} if own is None else self._attention(own)
         return {
@@ -73,9 +74,9 @@ class Session:
             chosen |= {name: selections.model(name, inputs) for name in self._options.models}
         usable = self._usable("attention", ATTEND)
         self._run(entries.attending(inputs, usable, chosen, self._options.copy_rate))
-        self._peer("row gather", lambda: entries.gathering(inputs, chosen))
+        self._peer("row gather", lambda: entries.gathering(inputs, chosen), peers.blocker())
         if case.requests == 1:
-            self._peer("cuDNN dense", lambda: entries.dense(inputs))
+            self._peer("cuDNN dense", lambda: entries.dense(inputs), peers.blocker())
         if case.each < selections.TILE:
             return {}
         ratio = inputs.config.ratio
@@ -86,9 +87,8 @@ class Session:
         self.left_out |= {f"{operation} by {name}": why for name, why in blocked.items()}
         return usable
 
-    def _peer(self, name: str, make: Callable[[], list[Entry]]) -> None:
+    def _peer(self, name: str, make: Callable[[], list[Entry]], blocker: str | None) -> None:
         """Measures a peer; one that this machine, or this version of it, refuses is left out with its reason."""
-        blocker = peers.blocker()
         if blocker is None:
             try:
                 self._run(make())

@@ -12,7 +12,7 @@ from jaxcp.bench import _measure
 from jaxcp.bench._measure import Program
 from jaxcp.bench.qsa import programs, row_gather
 from jaxcp.bench.qsa.cases import Case, Inputs
-from jaxcp.qsa import QSAConfig
+from jaxcp.qsa import QSAConfig, flashinfer_topk
 from jaxcp.qsa.kernel_attend import attend_cuda
 from jaxcp.qsa.selection import scores, token_rows
 
@@ -27,6 +27,16 @@ def blocker() -> str | None:
 def top_k(score: Float[Array, "rows blocks"], k: int) -> Program:
     """`lax.top_k` of scores that are given: unordered ids, no scoring, no padding."""
     return Program(lambda score: lax.top_k(score, k)[1], (score,))
+
+
+def flashinfer_top_k(score: Float[Array, "rows blocks"], visible: Array, k: int) -> Program:
+    """FlashInfer's top-k of scores that are given, exact and in order of ids."""
+    return Program(lambda score, visible: flashinfer_topk.top_blocks(score, visible, k), (score, visible))
+
+
+def visible_blocks(inputs: Inputs) -> Array:
+    """Visible blocks of each row, int32 [rows]."""
+    return jnp.asarray((inputs.case.positions + 1) // inputs.config.ratio, jnp.int32)
 
 
 def dense(inputs: Inputs) -> Program:
@@ -96,7 +106,7 @@ def all_scores(inputs: Inputs) -> Float[Array, "rows blocks"]:
     """Scores of all rows, -inf where a block is not visible."""
     case, cache, ratio = inputs.case, inputs.cache, inputs.config.ratio
     index_q = inputs.projected.index_q.reshape(case.requests, case.each, *inputs.projected.index_q.shape[1:])
-    visible = jnp.asarray((case.positions + 1) // ratio, jnp.int32).reshape(case.requests, case.each)
+    visible = visible_blocks(inputs).reshape(case.requests, case.each)
     return _scores(index_q, visible, cache.index, cache.page_table, blocks=case.keys // ratio)
 
 

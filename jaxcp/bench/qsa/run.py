@@ -35,7 +35,7 @@ def cases(rows: Iterable[int] | None = None, quick: bool = False) -> list[Case]:
     Raises:
       ValueError: no case has so many rows.
     """
-    known = [SHARES[0], STEPS[1]] if quick else [*SHARES, WHOLE, *STEPS]
+    known = [SHARES[0], STEPS[1]] if quick else [SHARES[0], WHOLE, *SHARES[1:], *STEPS]
     if rows is None:
         return known
     wanted = set(rows)
@@ -70,7 +70,7 @@ def run(
     Raises:
       ValueError: a count that is not positive, an unknown model.
       BackendError: no GPU.
-      JaxcpError: a result is wrong; such figures are not in the record, all others are.
+      JaxcpError: a result is wrong, or a case failed; such figures are not in the record, all others are.
     """
     positive_int("repeat", repeat)
     if unknown := set(models) - selections.MODELS.keys():
@@ -83,9 +83,12 @@ def run(
     failures = []
     for case in cases() if wanted is None else wanted:
         console.print(str(case))
-        session = Session(case, options)
-        recorded["cases"].append(_measured(session))
-        failures += session.failures
+        try:
+            session = Session(case, options)
+            recorded["cases"].append(_measured(session))
+            failures += session.failures
+        except (RuntimeError, ValueError) as error:  # the other cases may still be had
+            failures.append(f"bench qsa: {case} could not be measured: {error}")
         if output is not None:
             _measure.write(output, recorded)
     console.print(table(recorded))
