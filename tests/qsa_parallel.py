@@ -11,10 +11,11 @@ from qsa_runs import Session, ids
 from jaxcp import qsa
 
 
-def mesh_of(cp: int, **others) -> Mesh:
-    """A mesh of `cp` devices along "cp", with further axes before it."""
-    shape = (*others.values(), cp)
-    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), (*others, "cp"))
+def mesh_of(cp: int, after: dict | None = None, **before) -> Mesh:
+    """A mesh of `cp` devices along "cp", with further axes before or after it."""
+    axes = before | {"cp": cp} | (after or {})
+    shape = tuple(axes.values())
+    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), tuple(axes))
 
 
 @functools.cache
@@ -22,14 +23,10 @@ def program(mesh: Mesh, **options):
     """jit(shard_map(prefill)): (params, x, cache, plan, layer) -> (y, cache, selection)."""
 
     def step(params, x, cache, plan, layer):
-        return qsa.prefill(
-            params, x, cache, plan, axis_name="cp", layer=layer, return_selection=True, **options
-        )
+        return qsa.prefill(params, x, cache, plan, axis_name="cp", layer=layer, return_selection=True, **options)
 
     specs = (P(), P("cp"), P(), P(), P())
-    return jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P("cp"), P(), P("cp"))), donate_argnums=2
-    )
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P("cp"), P(), P("cp"))), donate_argnums=2)
 
 
 def replicated(tree, mesh: Mesh):
@@ -40,7 +37,9 @@ def replicated(tree, mesh: Mesh):
 class Ranks(Session):
     """A `Session` whose prefills run over the ranks of a mesh; decode steps run replicated, as after any prefill."""
 
-    def __init__(self, config, tensors, dtype="float32", *, cp, layout="zigzag", index_keys="raw", mesh=None, **options):
+    def __init__(
+        self, config, tensors, dtype="float32", *, cp, layout="zigzag", index_keys="raw", mesh=None, **options
+    ):
         super().__init__(config, tensors, dtype, **options)
         self.mesh = mesh_of(cp) if mesh is None else mesh
         self.params, self.cache = replicated((self.params, self.cache), self.mesh)
@@ -93,3 +92,10 @@ def same_bits(a: dict, b: dict):
     for name in a:
         assert a[name].dtype == b[name].dtype
         assert a[name].tobytes() == b[name].tobytes(), f"{name} differs"
+
+
+def same_on_every_device(cache: qsa.Cache):
+    """Asserts that the copies of the cache, which the program takes for one array, are."""
+    copies = [jax.tree.map(lambda a, i=i: a.addressable_shards[i].data, cache) for i in range(len(cache.k.devices()))]
+    for copy in copies[1:]:
+        same_bits(held(copies[0]), held(copy))

@@ -108,15 +108,9 @@ class Plan:
         if (rope_positions is None) != (self.rope_positions is None):
             got = "None" if rope_positions is None else "positions"
             raise invalid("rope_positions", got, "the like of this plan's", "Text and images are two programs.")
-        made = _assemble(
-            batch,
-            rope_positions,
-            self.layout,
-            self.index_block,
-            self.fits,
-            (self.rows, self.context),
-            self.table.sharding,
-        )
+        place = self.table.sharding if isinstance(self.table.sharding, NamedSharding) else None
+        least = self.rows, self.context
+        made = _assemble(batch, rope_positions, self.layout, self.index_block, self.fits, least, place)
         for name, needed, bound in (
             ("lengths", made.rows, self.rows),
             ("lengths + prefix_lengths", made.context, self.context),
@@ -124,7 +118,7 @@ class Plan:
         ):
             if needed > bound:
                 raise invalid(name, f"a bucket of {needed}", f"{bound}, this plan's", "Split the batch, or plan anew.")
-        return dataclasses.replace(made, table=jax.device_put(batch.table(self.table.shape[-1]), self.table.sharding))
+        return dataclasses.replace(made, table=jax.device_put(batch.table(self.table.shape[-1]), place))
 
     def pad(self, x: Any) -> jax.Array:
         """Packed tokens [tokens, ...] with zero rows appended up to `rows`."""
