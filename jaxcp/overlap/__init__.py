@@ -1,6 +1,7 @@
 """Collectives that run behind computation: how to ask XLA for one, and how to see that it did."""
 
+from jaxcp.overlap.copy_engines import sm_free
 from jaxcp.overlap.gathers import SCHEDULES, all_gather, start_early
 from jaxcp.overlap.schedule import Collective, Operation, Report, report
 
-__all__ = ["SCHEDULES", "Collective", "Operation", "Report", "all_gather", "report", "start_early"]
+__all__ = ["SCHEDULES", "Collective", "Operation", "Report", "all_gather", "report", "sm_free", "start_early"]
