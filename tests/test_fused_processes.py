@@ -1,14 +1,21 @@
 """The fused exchange between processes of one host: set-up and tear-down together, and peers that die or stop.
 
-Two processes of two CPU devices each, through POSIX shared memory. (Two GPUs: benchmarks and tests of several GPUs.)
+Two processes: of two CPU devices each, through POSIX shared memory; or of one GPU each, through CUDA IPC.
 """
 
 import os
 from pathlib import Path
 
 import pytest
+from conftest import PLATFORM
+from fused_calls import on_several_gpus
 
 from jaxcp import launch
+
+pytestmark = on_several_gpus
+ON_GPUS = PLATFORM == "cuda"
+EACH = 1 if ON_GPUS else 2
+"""Devices of a process."""
 
 TESTS = str(Path(__file__).parent)
 
@@ -27,7 +34,7 @@ from jaxcp.topology import make_mesh
 
 def exchange_of(**changes):
     facts = dict(max_tokens=4, heads=9, head_dim=64, backend="fused", timeout_s=1.0) | changes
-    return jaxcp.Exchange(make_mesh(4), "cp", **facts)
+    return jaxcp.Exchange(make_mesh(jax.device_count()), "cp", **facts)
 
 def mapped(exchange):
     step = lambda o, lse: exchange(Partial(o[0], lse[0], LogBase.TWO))[None]
@@ -35,7 +42,7 @@ def mapped(exchange):
 
 def partials(exchange, seed):
     rng = np.random.default_rng(seed)
-    o = rng.standard_normal((4, 3, 9, exchange.head_dim), np.float32).astype(exchange.dtype)
+    o = rng.standard_normal((exchange.cp, 3, 9, exchange.head_dim), np.float32).astype(exchange.dtype)
     lse = (4 * rng.standard_normal(o.shape[:-1])).astype(np.float32)
     sharding = NamedSharding(exchange.mesh, P("cp"))
     put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
@@ -62,7 +69,7 @@ TOGETHER = (
 with launch.joined() as index:
     found = {}
     one, two = exchange_of(), exchange_of(head_dim=128)
-    assert one.describe()["transport"] == "shared memory"
+    found["transport"] = one.describe()["transport"]
     programs = {id(x): mapped(x) for x in (one, two)}
     for seed in range(6):
         exchange = (one, two)[seed % 2]
@@ -87,11 +94,11 @@ with launch.joined() as index:
     library.create = create
     def missing(*arguments, **options):
         raise BuildError("no compiler here")
-    for place, name in ((compiler, "cxx"), (native, "load")):
+    for place, name in ((compiler, COMPILER), (native, "load")):
         there = getattr(place, name)
         if index == 1:
             setattr(place, name, missing)
-        found[name] = error(exchange_of)
+        found["no " + name] = error(exchange_of)
         setattr(place, name, there)
     after = exchange_of()  # numbers still agree
     host, device = partials(after, 8)
@@ -106,16 +113,23 @@ with launch.joined() as index:
 
 
 def test_set_up_calls_and_tear_down():
-    outcomes = launch.run(["-c", TOGETHER], 2, devices=2, limit_s=180.0)
+    compiler = "nvcc" if ON_GPUS else "cxx"
+    program = TOGETHER.replace("COMPILER", repr(compiler))
+    outcomes = launch.run(["-c", program], 2, devices=EACH, limit_s=180.0)
     assert [outcome.failure for outcome in outcomes] == [None, None]
     for outcome in outcomes:
         found = outcome.summary
+        assert found["transport"] == ("CUDA IPC" if ON_GPUS else "shared memory")
         assert found["names"] == 0
         assert "differ between processes: max_tokens is 4 in process 0 and 5 in process 1" in found["disagree"]
         assert "allocating the workspace failed in process 1: MemoryError: none left" in found["one failed"]
-        assert "choosing a backend failed in process 1: BackendError: backend='fused' cannot be used" in found["cxx"]
-        assert "building the library failed in process 1: BuildError: no compiler here" in found["load"]
-        assert found["mapped"] == 2 * (2 + 2 * 2)  # two exchanges: own blocks, and both peers' for each of two ranks
+        assert (
+            "choosing a backend failed in process 1: BackendError: backend='fused' cannot be used"
+            in found[f"no {compiler}"]
+        )
+        assert "building the library failed in process 1: BuildError: no compiler here" in found["no load"]
+        blocks = EACH + EACH * EACH  # own ones, and all of the other process for each of them
+        assert found["mapped"] == (0 if ON_GPUS else 2 * blocks)  # two exchanges; POSIX shared memory alone shows there
         assert found["still mapped"] == 0
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("jaxcp-")]
 
@@ -147,6 +161,7 @@ with launch.joined():
 )
 
 
+@pytest.mark.skipif(ON_GPUS, reason="calls run on threads in the host twin only")
 def test_closing_under_running_calls():
     """Calls of the twin run on threads of their own and write into peers' blocks, which must outlive them."""
     (outcome,) = launch.run(["-c", CLOSING], 1, devices=4, limit_s=120.0)
@@ -189,7 +204,7 @@ with launch.joined() as index:
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
 def test_losing_a_peer(signal, tmp_path):
     program = LOSING.replace("SIGNAL", signal).replace("READY", repr(str(tmp_path / "ready")))
-    outcomes = launch.run(["-c", program], 2, devices=2, limit_s=120.0)
+    outcomes = launch.run(["-c", program], 2, devices=EACH, limit_s=120.0)
     survivor = outcomes[0]
     assert survivor.exit_code == 7, survivor.output
     assert outcomes[1].exit_code == -9
@@ -197,6 +212,6 @@ def test_losing_a_peer(signal, tmp_path):
     assert found["nan"]
     assert 1.0 <= found["waited"] < 4.0
     assert "PeerTimeoutError" in found["first"]
-    assert any(f"for rank {rank} in call 1" in found["first"] for rank in (2, 3))
+    assert any(f"for rank {rank} in call 1" in found["first"] for rank in range(EACH, 2 * EACH))
     assert "PeerTimeoutError" in found["again"]
     assert found["fast"] < 1.0
