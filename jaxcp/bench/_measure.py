@@ -207,7 +207,8 @@ def record(figures: dict[str, Any]) -> dict[str, Any]:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     program = pathlib.Path(sys.argv[0]).name
     command = ["jaxcp" if program == "cli.py" else program, *sys.argv[1:]]
-    return {"date": now, "command": " ".join(command), "environment": doctor.environment()} | figures
+    environment = doctor.environment() | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
+    return {"date": now, "command": " ".join(command), "environment": environment} | figures
 
 
 def write(path: str | os.PathLike[str], recorded: dict[str, Any]) -> None:

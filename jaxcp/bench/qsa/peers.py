@@ -87,6 +87,7 @@ def _slots(blocks, table, case: Case, ratio: int, capacity: int) -> tuple[Array,
     rows = case.queries(table).rows
     tokens = token_rows(blocks, rows.position, ratio)
     slots = jnp.maximum(tokens, 0) + rows.request[:, None] * capacity
+    slots = jnp.pad(slots, [(0, 0), (0, -slots.shape[1] % 128)])  # whole steps of every tuning
     return slots, jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)
 
 

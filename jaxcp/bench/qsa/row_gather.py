@@ -33,35 +33,35 @@ def attend(
 ) -> Float[Array, "rows heads head_dim"]:
     """Attention of every row over the tokens `slots[row, :count[row]]`; 0 for a row without any."""
     rows, heads, dim = q.shape
-    kv_heads, (tile, warps, stages) = k.shape[1], tuning
-    group = heads // kv_heads
-    padded = max(LEAST_ROWS, 1 << (group - 1).bit_length())
-    grouped = jnp.pad(q.reshape(rows, kv_heads, group, dim), [(0, 0), (0, 0), (0, padded - group), (0, 0)])
+    tile, warps, stages = tuning
     slots = jnp.pad(slots, [(0, 0), (0, -slots.shape[1] % tile)])
-    of_head = pl.BlockSpec((None, None, padded, dim), lambda row, head: (row, head, 0, 0))
+    of_row = pl.BlockSpec((None, heads, dim), lambda row, head: (row, 0, 0))
     everything = pl.BlockSpec(k.shape, lambda row, head: (0, 0, 0))
-    o = pl.pallas_call(
-        bind(row_gather_kernel, tile=tile, scale=scale * math.log2(math.e)),
-        grid=(rows, kv_heads),
+    return pl.pallas_call(
+        bind(row_gather_kernel, tile=tile, group=heads // k.shape[1], scale=scale * math.log2(math.e)),
+        grid=(rows, k.shape[1]),
         in_specs=[
-            of_head,
+            of_row,
             pl.BlockSpec((None, slots.shape[1]), lambda row, head: (row, 0)),
             pl.BlockSpec((1,), lambda row, head: (row,)),
             everything,
             everything,
         ],
-        out_specs=of_head,
-        out_shape=jax.ShapeDtypeStruct(grouped.shape, q.dtype),
+        out_specs=of_row,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="row_gather",
-    )(grouped, slots, count, k, v)
-    return o[:, :, :group].reshape(q.shape)
+    )(q, slots, count, k, v)
 
 
-def row_gather_kernel(q_ref, slots_ref, count_ref, k_ref, v_ref, o_ref, *, tile: int, scale: float):
+def row_gather_kernel(q_ref, slots_ref, count_ref, k_ref, v_ref, o_ref, *, tile: int, group: int, scale: float):
+    """One row and KV head. Operand rows beyond the group repeat its last head, and store the same again."""
     head, count = pl.program_id(1), count_ref[0]
-    q = (q_ref[...].astype(jnp.float32) * scale).astype(q_ref.dtype)
+    operand_rows = max(LEAST_ROWS, 1 << (group - 1).bit_length())
+    heads = head * group + jnp.minimum(jnp.arange(operand_rows), group - 1)
+    q = q_ref[heads]
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
 
     def step(i, carry):
         o, top, total = carry
@@ -78,4 +78,4 @@ def row_gather_kernel(q_ref, slots_ref, count_ref, k_ref, v_ref, o_ref, *, tile:
     rows = q.shape[0]
     start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
     o, _, total = lax.fori_loop(0, pl.cdiv(count, tile), step, start)
-    o_ref[...] = (o / jnp.where(total > 0, total, 1)[:, None]).astype(o_ref.dtype)
+    o_ref[heads] = (o / jnp.where(total > 0, total, 1)[:, None]).astype(o_ref.dtype)

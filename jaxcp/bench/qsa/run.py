@@ -1,6 +1,7 @@
 """Runs the benchmark case by case and keeps its record."""
 
 import os
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -82,7 +83,7 @@ def run(
     recorded = _measure.record(_facts(config, dtype, rate))
     failures = []
     for case in cases() if wanted is None else wanted:
-        console.print(str(case))
+        console.print(f"{time.strftime('%T')} {case}")
         try:
             session = Session(case, options)
             recorded["cases"].append(_measured(session))
