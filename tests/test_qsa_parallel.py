@@ -120,13 +120,13 @@ def compare_mixes(cp, schedule="overlapped", implementation="xla", cases=None, *
 
 @pytest.mark.usefixtures("spied")
 @pytest.mark.parametrize("layout", ["zigzag", "interleave"])
-@pytest.mark.parametrize("cp", [2, 4, 8])
+@pytest.mark.parametrize("cp", [pytest.param(2, marks=pytest.mark.slow), 4, 8])
 def test_caches_and_selections_are_those_of_one_device(cp, layout):
     compare_mixes(cp, layout=layout)
 
 
 @pytest.mark.usefixtures("spied")
-@pytest.mark.parametrize("layout", ["zigzag", "interleave"])
+@pytest.mark.parametrize("layout", ["zigzag", pytest.param("interleave", marks=pytest.mark.slow)])
 def test_what_selection_chooses_from_is_that_of_one_device(layout):
     compare_mixes(4, layout=layout, implementation="scores")
 
@@ -138,7 +138,7 @@ def test_schedules_change_no_bit(schedule):
 
 
 @pytest.mark.usefixtures("spied")
-@pytest.mark.parametrize("cp", [2, 8])
+@pytest.mark.parametrize("cp", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_compressed_index_keys_change_no_bit(cp):
     compare_mixes(cp, cases=[(8, 16 * cp), (0, 8 * cp), (64, 0), (12, 8 * cp)], index_keys="compressed")
 
@@ -154,7 +154,7 @@ def test_float8_rows_travel_as_stored():
     compare_mixes(4, kv_dtype="float8_e4m3fn", cases=[(9, 40), (0, 21)])
 
 
-@pytest.mark.parametrize(("cp", "layout"), [(4, "zigzag"), (8, "interleave")])
+@pytest.mark.parametrize(("cp", "layout"), [(4, "zigzag"), pytest.param(8, "interleave", marks=pytest.mark.slow)])
 def test_chunks_then_decode(cp, layout):
     """Three chunks that end inside blocks, images and text, then decode steps: a whole request's answer."""
     x, rope = oracle.hidden(C, 83, 3), oracle.image_positions(83)
@@ -289,6 +289,7 @@ def test_one_program_serves_a_bucket_and_nothing_leaves_the_devices():
     assert (qsa.traces(), step._cache_size()) == before
 
 
+@pytest.mark.slow
 def test_ranks_agree_with_the_models_budget():
     """Rows on both sides of the budget, at the model's budget and ratio."""
     config, tensors = oracle.BUDGET, oracle.weights(oracle.BUDGET)

@@ -9,6 +9,7 @@ import deviceless
 import pytest
 
 from jaxcp import overlap
+from jaxcp.overlap import copy_engines
 
 pytestmark = deviceless.requires_plugin
 
@@ -20,6 +21,7 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxcp import overlap, qsa
 from jaxcp.lse import LogBase, Partial
+from jaxcp.overlap import copy_engines
 from jaxcp.qsa.resolve import Implementation
 from jaxcp.qsa.selection import SELECT
 from jaxcp.qsa.sparse import ATTEND
@@ -57,7 +59,7 @@ overlap.SCHEDULES["key alone"] = gathers(key=True, barrier=False)
 overlap.SCHEDULES["barrier alone"] = gathers(key=False, barrier=True)
 overlap.SCHEDULES["neither"] = bare
 
-def program(implementation="stand-in", prefix=0, remat=False, kv_dtype=None, index_keys="raw", **options):
+def program(implementation="stand-in", prefix=0, remat=False, kv_dtype=None, index_keys="raw", extra=None, **options):
     pages = (TOKENS + prefix) // 64
     cache = jax.eval_shape(lambda: qsa.init_cache(
         CONFIG, requests=1, pages=1 + pages, layers=LAYERS, page_table=1 + np.arange(pages)[None], kv_dtype=kv_dtype))
@@ -71,8 +73,8 @@ def program(implementation="stand-in", prefix=0, remat=False, kv_dtype=None, ind
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(M, spec)), tree)
     mapped = jax.shard_map(jax.checkpoint(step) if remat else step, mesh=M, in_specs=specs, out_specs=(P("cp"), P()))
     lowered = jax.jit(mapped, donate_argnums=2).lower(*(place(*a) for a in zip(specs, (params, x, cache, plan))))
-    options = {{"xla_gpu_mock_custom_calls": True, "xla_backend_optimization_level": 0}}  # of LLVM: a faster test
-    done = lowered.compile(compiler_options=options)
+    fast = {{"xla_gpu_mock_custom_calls": True, "xla_backend_optimization_level": 0}}
+    done = lowered.compile(compiler_options=fast | (extra or {{}}))
     memory = done.memory_analysis()
     pools = sum(a.size * a.dtype.itemsize for a in (cache.k, cache.v, cache.index))
     return {{"hlo": done.as_text(), "aliased": memory.alias_size_in_bytes, "pools": pools}}
@@ -87,7 +89,7 @@ VARIANTS = """answer({
     "prefix": program(prefix=57344), "float8": program(kv_dtype="float8_e4m3fn"), "xla": program("xla", scan=True),
     "kv_first": program(schedule="kv_first"), "inline": program(schedule="inline"),
     "compressed": program(index_keys="compressed"),
-})"""
+} | {way: program(extra=extra) for way, extra in copy_engines.WAYS.items()})"""
 
 
 @pytest.fixture(scope="module", params=deviceless.ARCHITECTURES)
@@ -194,7 +196,7 @@ def test_projections_hide_the_index_keys(apart):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["prefix", "float8"])
+@pytest.mark.parametrize("variant", ["prefix", "float8", *copy_engines.WAYS])
 def test_variants_keep_the_schedule(variants, variant):
     assert_kv_runs_behind_the_indexer(variants[variant], LAYERS)
 
