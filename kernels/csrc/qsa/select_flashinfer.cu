@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include <flashinfer/math.cuh>  // topk.cuh uses it and does not say so
 #include <flashinfer/topk.cuh>
 
 namespace jaxcp::qsa {

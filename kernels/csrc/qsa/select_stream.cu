@@ -95,11 +95,17 @@ struct Loaded {
   }
 };
 
-// Cuts the lists of a warp's rows that have no room for another step back to about k.
+// Cuts the lists of a warp's rows that may have no room for another stage back to about k. The warps of a warpgroup cut
+// together, and lists that will be full soon with those that are: while one cuts, none of them can multiply.
 template <class S>
 __device__ __forceinline__ void make_room(Row& row, int32_t k, uint32_t* bins) {
-  const uint32_t leaders = __ballot_sync(Warp::kAll, row.count > kCandidates - S::kStepKeys) & 0x11111111u;
-  for (uint32_t left = leaders; left != 0; left &= left - 1) {
+  bool full = row.count > kCandidates - kStageKeys;
+  if constexpr (S::kWgmma) {
+    if (__ballot_sync(Warp::kAll, hopper::any_of_warpgroup(full)) == 0) return;  // a vote, for the compiler to see them agree
+    full = row.count > kCandidates / 4 * 3;
+  }
+  uint32_t left = __ballot_sync(Warp::kAll, full) & 0x11111111u;
+  for (; left != 0; left &= left - 1) {
     const int leader = __ffs(static_cast<int>(left)) - 1;
     Candidate* const list = row.list + (leader / 4 - static_cast<int>(threadIdx.x % 32) / 4) * kCandidates;
     const Loaded loaded(list, __shfl_sync(Warp::kAll, row.count, leader));
@@ -138,32 +144,22 @@ struct Turns {
   }
 };
 
-// One request's rows of a tile: a warp's 8 against all keys. The products of a step are issued before the sums of the last
-// one are looked at, so that the tensor cores work meanwhile.
+// One request's rows of a tile: a warp's 8 against all keys.
 template <class S>
 __device__ __forceinline__ void stream_rows(Row& row, int32_t limit, const QueryTile<S>& q, int32_t k, Stages& stages, const uint8_t* buffers,
                                             uint32_t* bins, uint32_t& sequence) {
-  const int32_t needed = Warp().max(row.visible);
-  Sums<S> even, odd{};
-  int32_t last = limit;  // where the step in `odd` began; nobody sees the first one
+  const int32_t needed = S::kWgmma ? limit : Warp().max(row.visible);  // warpgroups multiply together
   for (int32_t base = 0; base < limit; base += kStageKeys, ++sequence) {
     stages.wait_full(sequence);
-    if (base < needed) {
-      const uint32_t keys = shared_address(buffers + sequence % kStages * S::kStageBytes);
-      for (int step = 0; step < kStageKeys; step += 2 * S::kStepKeys) {
-        even.multiply_by(q, keys + S::key_offset(step));
-        append(row, odd, last);
-        make_room<S>(row, k, bins);
-        last = base + step + S::kStepKeys;
-        odd.multiply_by(q, keys + S::key_offset(step + S::kStepKeys));
-        append(row, even, base + step);
-        make_room<S>(row, k, bins);
-      }
+    const uint32_t keys = shared_address(buffers + sequence % kStages * S::kStageBytes);
+    for (int step = 0; step < kStageKeys && base + step < needed; step += S::kStepKeys) {
+      Sums<S> sums;
+      sums.multiply_by(q, keys, step);
+      append(row, sums, base + step);
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) stages.release(sequence);
+    stages.release(sequence);
+    make_room<S>(row, k, bins);
   }
-  append(row, odd, last);
 }
 
 template <class S>
@@ -193,10 +189,11 @@ __device__ void stream_tiles(const SelectParams& p, Stages& stages, const uint8_
 
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1) stream_blocks(const __grid_constant__ SelectParams p) {
-  extern __shared__ __align__(128) uint8_t buffers[];
+  extern __shared__ uint8_t shared[];
   __shared__ Stages stages;
+  const uint8_t* const buffers = aligned(shared);
   __shared__ alignas(16) uint32_t bins[kWarps][Lanes<kPerLane>::kDigits];
-  stages.open(kWarps);
+  stages.open(32 * kWarps);
   if (threadIdx.x < kWarps * 32) {
     take_registers();
     stream_tiles<S>(p, stages, buffers, bins[threadIdx.x / 32]);
@@ -217,14 +214,14 @@ cudaError_t launch_streaming(const SelectParams& p, cudaStream_t stream) {
   const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
   const int64_t lists = p.scratch_bytes / kStreamBytes;
   const unsigned grid = static_cast<unsigned>(std::min({tiles, lists, int64_t{multiprocessors()}}));
-  return with_shape<kMaxStreamedHeads>(p.heads, p.dim, p.e4m3, [&]<class S>(S) {
+  return with_shape<kMaxStreamedHeads, true>(p.heads, p.dim, p.e4m3, [&]<class S>(S) {
     stream_blocks<S><<<grid, kThreads, S::kSharedBytes, stream>>>(p);
     return cudaGetLastError();
   });
 }
 
 cudaError_t load_streaming() {
-  return each_shape<kMaxStreamedHeads>([]<class S>(S) {
+  return each_shape<kMaxStreamedHeads, true>([]<class S>(S) {
     return cudaFuncSetAttribute(stream_blocks<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   });
 }
