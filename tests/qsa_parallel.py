@@ -38,12 +38,22 @@ class Ranks(Session):
     """A `Session` whose prefills run over the ranks of a mesh; decode steps run replicated, as after any prefill."""
 
     def __init__(
-        self, config, tensors, dtype="float32", *, cp, layout="zigzag", index_keys="raw", mesh=None, **options
+        self,
+        config,
+        tensors,
+        dtype="float32",
+        *,
+        cp,
+        layout="zigzag",
+        index_keys="raw",
+        balance=None,
+        mesh=None,
+        **options,
     ):
         super().__init__(config, tensors, dtype, **options)
         self.mesh = mesh_of(cp) if mesh is None else mesh
         self.params, self.cache = replicated((self.params, self.cache), self.mesh)
-        self.options = {"cp": cp, "layout": layout, "index_keys": index_keys, "mesh": self.mesh}
+        self.options = {"cp": cp, "layout": layout, "index_keys": index_keys, "balance": balance, "mesh": self.mesh}
 
     def plan(self, parts: dict, rope=None):
         """The plan of a feed."""
@@ -72,7 +82,7 @@ class Ranks(Session):
         if plan.layout is None:
             assert not np.asarray(y, np.float32)[sum(lengths) :].any()
             return
-        counts = plan.layout.split(lengths).counts()
+        counts = np.asarray(plan.split().counts())
         for rank, rows in enumerate(np.asarray(y, np.float32).reshape(plan.cp, plan.local_rows, -1)):
             assert not rows[counts[rank] :].any()
 

@@ -1,5 +1,6 @@
 """Plans of context-parallel prefill: host work, buckets, dealing out and back; every refusal, before device work."""
 
+import dataclasses
 import tracemalloc
 
 import jax
@@ -10,10 +11,14 @@ import qsa_oracle as oracle
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from qsa_parallel import Ranks, mesh_of, program
+from qsa_runs import close, same_selection
 
 from jaxcp import qsa
+from jaxcp.layout import Zigzag
+from jaxcp.qsa.balance import cuts, of_ranks
 
 C, W = oracle.TINY, oracle.weights(oracle.TINY)
+COST = qsa.Cost.of(qsa.QSAConfig.flash_next())
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +84,8 @@ def test_replanning_stays_in_the_program(run):
     [
         ({"cp": 0}, ValueError, "cp: got 0"),
         ({"layout": "spiral"}, ValueError, r"layout: got 'spiral'; expected one of \['interleave', 'zigzag'\]"),
+        ({"layout": "interleave", "balance": COST}, ValueError, "balance: got a cost with layout PackedInterleave"),
+        ({"cp": 1, "balance": COST}, ValueError, "balance: got a cost with layout None"),
         ({"index_keys": "cooked"}, ValueError, "index_keys: got 'cooked'"),
         ({"index_keys": "compressed", "cache": None}, ValueError, "'compressed' with no cache"),
         ({"index_keys": "compressed", "cp": 1}, ValueError, "'compressed' with cp = 1"),
@@ -95,6 +102,61 @@ def test_plan(run, options, error, match):
 def test_compressed_keys_need_whole_blocks_in_the_prefix(run):
     with pytest.raises(ValueError, match="prefix_lengths: got 6; expected multiples of 4"):
         qsa.plan([32], [6], cp=4, cache=run.cache, index_keys="compressed")
+
+
+def test_costs_are_sums_over_rows():
+    """Against a loop over positions; 2051 tokens of the model's budget on both sides."""
+    small = dataclasses.replace(COST, budget=9, row=5.0, token=3.0, block=2.0)
+    per_row = [5.0 + 3 * min(p + 1, 9) + 2 * ((p + 1) // 4) for p in range(60)]
+    np.testing.assert_allclose(small.below(np.arange(61)), np.cumsum([0, *per_row]))
+    assert COST.row == 2 * 2560 * (12288 + 1024 + 640) + 2 * 6144 * 2560
+    assert (COST.token, COST.block) == (4 * 24 * 256, 2 * 4 * 128)
+
+
+@pytest.mark.parametrize("cp", [4, 8])
+@pytest.mark.parametrize(
+    ("lengths", "prefix"), [([8192], [0]), ([3000, 5192, 0, 7], [64, 0, 3, 5000]), ([8192], [57344])]
+)
+def test_cuts_by_cost_level_the_ranks(cp, lengths, prefix):
+    lengths, prefix = np.array(lengths), np.array(prefix)
+    attention = dataclasses.replace(COST, row=0)
+    even = Zigzag(cp).split(lengths)
+    level = Zigzag(cp).split(lengths, cuts(attention, lengths, prefix, cp))
+    before, after = (of_ranks(attention, split, prefix) for split in (even, level))
+    assert before.sum() == pytest.approx(after.sum())
+    assert after.max() <= 1.01 * after.mean()
+    assert after.max() <= before.max() * 1.002
+    assert (np.diff(level.starts) >= 0).all()
+    np.testing.assert_array_equal(level.starts[:, [0, -1]], np.stack([0 * lengths, lengths], 1))
+
+
+@pytest.mark.parametrize("parts", [{"row": -1.0}, {"token": float("nan")}, {"row": 0, "token": 0, "block": 0}])
+def test_costs_are_not_negative(parts):
+    with pytest.raises(ValueError, match=r"cost: got \(row, token, block\)"):
+        dataclasses.replace(COST, **parts)
+
+
+def test_cuts_by_cost_at_whole_blocks():
+    starts = cuts(COST, np.array([8192, 40]), np.array([0, 4]), 4, 4)
+    assert not (starts % 4).any()
+    cache = qsa.init_cache(C, requests=1, pages=200, page_size=64)
+    plan = qsa.plan([1000], cp=4, cache=cache, balance=qsa.Cost.of(C), index_keys="compressed")
+    assert not np.asarray(plan.starts % 4).any()
+    with pytest.raises(ValueError, match="lengths: got 1001; expected multiples of 4"):
+        plan.replan([1001])
+
+
+def test_a_balanced_batch_is_the_same_batch():
+    """Cuts by cost change who computes a row, not what; a later batch in the same buckets has its own cuts."""
+    run = Ranks(C, W, cp=4, rows=256, balance=dataclasses.replace(qsa.Cost.of(C), row=0))
+    x = {0: oracle.hidden(C, 90), 1: oracle.hidden(C, 5), 2: oracle.hidden(C, 33)}
+    plan = run.plan(x)
+    assert plan.starts[0].tolist() != Zigzag(4).split([90]).starts[0].tolist()
+    got = run.feed({0: x[0][:60], 1: x[1][:5], 2: x[2][:3]}), run.feed({2: x[2][3:], 0: x[0][60:]})
+    for r, parts in {0: (0, 1), 1: (0,), 2: (0, 1)}.items():
+        want = oracle.layer(C, W, x[r])
+        same_selection([row for i in parts for row in got[i][r][1]], want.blocks)
+        close(np.concatenate([got[i][r][0] for i in parts]), want.y, "float32")
 
 
 def test_arrays_of_other_sizes(run):

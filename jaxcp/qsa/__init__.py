@@ -8,6 +8,7 @@ y, cache = qsa.decode(params, x, cache, lengths)           # k >= 1 tokens of ev
 Context parallelism: qsa.plan(..., cp=8), and prefill inside jax.shard_map with axis_name="cp", on plan.shard(x).
 """
 
+from jaxcp.qsa.balance import Cost
 from jaxcp.qsa.cache import Cache, check, init_cache
 from jaxcp.qsa.checkpoint import load_params
 from jaxcp.qsa.config import QSAConfig
@@ -21,6 +22,7 @@ from jaxcp.qsa.snapshot import Snapshot, restore, save
 
 __all__ = [
     "Cache",
+    "Cost",
     "IndexerParams",
     "Params",
     "Plan",

@@ -59,9 +59,9 @@ def check_capacity(requests: int, capacity: int, batch: Batch) -> None:
         )
 
 
-def check_blocks(batch: Batch, block: int, cp: int) -> None:
-    """Raises unless every one of a request's 2 cp zigzag blocks, and its prefix, is a multiple of `block` tokens."""
-    for name, value, unit in (("lengths", batch.lengths, 2 * cp * block), ("prefix_lengths", batch.prefix, block)):
+def check_blocks(batch: Batch, block: int, parts: int) -> None:
+    """Raises unless a request's prefix and each of its `parts` equal parts are multiples of `block` tokens."""
+    for name, value, unit in (("lengths", batch.lengths, parts * block), ("prefix_lengths", batch.prefix, block)):
         if block > 1 and (value % unit).any():
             raise invalid(
                 name,

@@ -10,7 +10,7 @@ gathered ones and every other map is made from it on the device (`jaxcp.layout`,
 
 import dataclasses
 from functools import partial as bind
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcp.errors import invalid
 from jaxcp.layout import Ints, PackedInterleave, Split, Zigzag, positive_int
+from jaxcp.qsa.balance import Cost, cuts
 from jaxcp.qsa.batch import Batch, check_blocks, check_capacity, checked_batch, checked_positions
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.segments import Segments
@@ -36,7 +37,7 @@ def bucket(n: int, least: int) -> int:
 
 
 _ARRAYS = ("table", "rope_positions", "starts")
-_STATIC = ("rows", "context", "layout", "index_block", "fits")
+_STATIC = ("rows", "context", "layout", "index_block", "fits", "balance")
 
 
 @bind(jax.tree_util.register_dataclass, data_fields=_ARRAYS, meta_fields=_STATIC)
@@ -53,6 +54,7 @@ class Plan:
       layout: static; which rank holds which rows, None on one device.
       index_block: static; tokens per index key that ranks send each other: 1 (raw keys) or the ratio (compressed ones).
       fits: static; (requests, capacity) of the cache the lengths were checked against, or None.
+      balance: static; cost by which requests are cut, or None: evenly.
     """
 
     table: Any
@@ -63,6 +65,7 @@ class Plan:
     layout: Zigzag | PackedInterleave | None = None
     index_block: int = 1
     fits: tuple[int, int] | None = None
+    balance: Cost | None = None
 
     @property
     def segments(self) -> Segments:
@@ -109,8 +112,8 @@ class Plan:
             got = "None" if rope_positions is None else "positions"
             raise invalid("rope_positions", got, "the like of this plan's", "Text and images are two programs.")
         place = self.table.sharding if isinstance(self.table.sharding, NamedSharding) else None
-        least = self.rows, self.context
-        made = _assemble(batch, rope_positions, self.layout, self.index_block, self.fits, least, place)
+        buckets = _Buckets(self.rows, self.context, self.table.shape[-1])
+        made = _assemble(batch, rope_positions, self, buckets, place)
         for name, needed, bound in (
             ("lengths", made.rows, self.rows),
             ("lengths + prefix_lengths", made.context, self.context),
@@ -118,7 +121,7 @@ class Plan:
         ):
             if needed > bound:
                 raise invalid(name, f"a bucket of {needed}", f"{bound}, this plan's", "Split the batch, or plan anew.")
-        return dataclasses.replace(made, table=jax.device_put(batch.table(self.table.shape[-1]), place))
+        return made
 
     def pad(self, x: Any) -> jax.Array:
         """Packed tokens [tokens, ...] with zero rows appended up to `rows`."""
@@ -166,6 +169,7 @@ def plan(
     cp: int = 1,
     layout: str = "zigzag",
     index_keys: str = "raw",
+    balance: Cost | None = None,
     mesh: Mesh | None = None,
     min_rows: int = 16,
     min_context: int = 256,
@@ -184,6 +188,7 @@ def plan(
       layout: which rank holds which rows: "zigzag" or "interleave" (see `jaxcp.layout`).
       index_keys: what ranks gather of their index keys: "raw", or "compressed", a `ratio`-th of the bytes. That needs
         the zigzag layout, the cache, and requests whose 2 cp blocks and prefixes are all multiples of the ratio.
+      balance: cuts requests into blocks of equal cost (`qsa.Cost`) instead of equal length; zigzag layout only.
       mesh: on whose devices the arrays are put; a call over a mesh would otherwise copy them there every time.
       min_rows, min_context: least bucket of rows (of all ranks) and of tokens per request. A server with chunks of at
         most n tokens compiles one program if it passes min_rows=n (plus 2 cp per request where cp > 1) and
@@ -199,39 +204,55 @@ def plan(
     if index_keys not in ("raw", "compressed"):
         raise invalid("index_keys", repr(index_keys), "'raw' or 'compressed'", "It chooses what ranks gather.")
     block = 1 if index_keys == "raw" else _ratio(dealt, cache)
+    if balance is not None and not isinstance(dealt, Zigzag):
+        raise invalid("balance", f"a cost with layout {dealt}", "the zigzag layout over cp > 1 ranks", "Leave it out.")
     fits = None if cache is None else (cache.requests, cache.capacity)
-    least = positive_int("min_rows", min_rows), positive_int("min_context", min_context)
+    least = _Buckets(positive_int("min_rows", min_rows), positive_int("min_context", min_context), 1)
     place = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return _assemble(batch, rope_positions, dealt, block, fits, least, place)
+    options = Plan(None, None, None, 0, 0, dealt, block, fits, balance)
+    return _assemble(batch, rope_positions, options, least, place)
 
 
-def _assemble(
-    batch: Batch, rope_positions: Any, layout: Any, index_block: int, fits: Any, least: Any, place: Any
-) -> Plan:
-    """The plan of a batch; `least` are the least buckets of (rows, context), `place` the sharding of its arrays."""
-    if fits is not None:
-        check_capacity(*fits, batch)
-    check_blocks(batch, index_block, 1 if layout is None else layout.cp)
-    rows = _rows(layout, batch.lengths, least[0], index_block)
+class _Buckets(NamedTuple):
+    """Static sizes of a program, or the least of them."""
+
+    rows: int
+    context: int
+    segments: int
+
+
+def _assemble(batch: Batch, rope_positions: Any, options: Plan, least: _Buckets, place: Any) -> Plan:
+    """The plan of a batch with the static options of another; `place` is the sharding of its arrays."""
+    layout, block = options.layout, options.index_block
+    if options.fits is not None:
+        check_capacity(*options.fits, batch)
+    starts, rows = None, bucket(int(batch.lengths.sum()), least.rows)
+    segments = max(1 << (len(batch.lengths) - 1).bit_length(), least.segments)
+    if layout is not None:
+        if options.balance is not None:
+            starts = cuts(options.balance, batch.lengths, batch.prefix, layout.cp, block)
+        split = layout.split(batch.lengths) if starts is None else layout.split(batch.lengths, starts)
+        check_blocks(batch, block, 2 * layout.cp if starts is None else 1)
+        needed = -(-int(split.counts().max()) // block)
+        rows = layout.cp * block * bucket(needed, -(-least.rows // (layout.cp * block)))
+    if starts is not None:
+        starts = jax.device_put(np.pad(starts.astype(np.int32), [(0, segments - len(starts)), (0, 0)]), place)
     if rope_positions is not None:
         rope_positions = jax.device_put(checked_positions(rope_positions, batch.lengths, rows), place)
-    table = jax.device_put(batch.table(1 << (len(batch.lengths) - 1).bit_length()), place)
-    context = bucket(int(batch.totals.max()), least[1])
-    return Plan(table, rope_positions, None, rows, context, layout, index_block, fits)
+    return dataclasses.replace(
+        options,
+        table=jax.device_put(batch.table(segments), place),
+        rope_positions=rope_positions,
+        starts=starts,
+        rows=rows,
+        context=bucket(int(batch.totals.max()), least.context),
+    )
 
 
 def _layout(name: str, cp: int) -> Zigzag | PackedInterleave:
     if name not in LAYOUTS:
         raise invalid("layout", repr(name), f"one of {sorted(LAYOUTS)}", "Layouts of decode do not serve prefill.")
     return LAYOUTS[name](cp)
-
-
-def _rows(layout: Zigzag | PackedInterleave | None, lengths: np.ndarray, least: int, unit: int) -> int:
-    """Rows of all ranks: as many for each, a bucket of what the fullest needs, in multiples of `unit`."""
-    if layout is None:
-        return bucket(int(lengths.sum()), least)
-    needed = int(layout.split(lengths).counts().max())
-    return layout.cp * unit * bucket(-(-needed // unit), -(-least // (layout.cp * unit)))
 
 
 def _ratio(layout: Any, cache: Cache | None) -> int:
