@@ -3,7 +3,8 @@
 import os
 
 PLATFORM = os.environ.setdefault("JAXCP_TEST_PLATFORM", "cpu")
-os.environ.setdefault("JAX_PLATFORMS", PLATFORM)
+# A callback takes its arguments to a CPU device; without one, to a GPU, which may be waiting for the callback.
+os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if PLATFORM == "cuda" else PLATFORM)
 # NVLink multicast can put a shared host's GPUs out of service; nothing here may use it.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
 if PLATFORM == "cuda":
