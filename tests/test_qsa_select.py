@@ -61,10 +61,13 @@ class TestPlan:
         work = kernel_select.plan(131072, 65536, 512, 4)
         assert work == (kernel_select.STREAMING, 80 << 20)
         assert kernel_select.plan(8192, 8192, 512, 4) == (kernel_select.STREAMING, 128 * 64 * 1024 * 8)
+        assert kernel_select.plan(32768, 32768, 512, 4) == (kernel_select.STREAMING, 80 << 20)
 
     def test_little_stores_its_scores(self):
         assert kernel_select.plan(1, 32768, 512, 4) == (kernel_select.STORED, 32768 * 4)
         assert kernel_select.plan(32, 100, 50, 4) == (kernel_select.STORED, 32 * 128 * 4)
+        assert kernel_select.plan(2048, 2048, 512, 4) == (kernel_select.STORED, 16 << 20)
+        assert kernel_select.plan(16384, 2048, 512, 4) == (kernel_select.STORED, 64 << 20)
 
     @pytest.mark.parametrize(("k", "heads"), [(2048, 4), (512, 8)])
     def test_what_cannot_stream_takes_rows_in_turns(self, k, heads):
@@ -135,9 +138,8 @@ def test_machine_code(architecture, tmp_path):
         assert copies, name
         assert all("128" in copy for copy in copies), f"{name}: keys are not copied in units of 16 bytes"
         assert not [operation for operation in code if re.match("LDL|STL", operation)], name
-        # Products of a step, of two steps where a step's sums are looked at beside the next one's products.
-        heads, dim = map(int, re.search(r"Li(\d+)ELi(\d+)E", name).groups())
-        products = heads * (4 if heads == 2 else 2) * dim // 16 * (2 if "stream" in name else 1)
+        tiles, dim = map(int, re.search(r"Li(\d)ELi(\d+)E", name).groups())
+        products = tiles * (4 if tiles == 2 else 2) * dim // 16  # of a step; nothing is unrolled or cloned beyond it
         assert sum(operation.startswith("HMMA.16816.F32") for operation in code) == products, name
 
 

@@ -24,6 +24,12 @@ STREAMED_K, STREAMED_HEADS = 512, 4
 TILE_ROWS, LIST_BYTES, MOST_LISTS = 64, 64 * 1024 * 8, 160
 """Rows of a block of the streaming method, its lists, and how many blocks run at once at most: 80 MiB of lists."""
 
+PROCESSORS = 132
+STREAMED_MS, STREAMED_MS_PER_BLOCK, STORED_MS_PER_SCORE = 0.25, 0.023e-3, 0.007e-6
+"""Cost of a round of streaming tiles, and of a stored score; H200, flash_next, ms (streaming / stored) by rows and
+blocks: 8192, 8192: 0.435 / 0.474; 4096, 8192: 0.39 / 0.24; 8192, 2048: 0.19 / 0.15; 16384, 2048: 0.19 / 0.17;
+4096, 32768: 1.01 / 0.91; 32768, 32768: 3.9 / 7.3 (8 x 4096 rows)."""
+
 
 class Work(NamedTuple):
     """How a call is done.
@@ -51,10 +57,12 @@ def blocker(config: QSAConfig, cache: Cache, platform: str) -> str | None:
 
 
 def plan(rows: int, blocks: int, k: int, heads: int) -> Work:
-    """Method and memory for `rows` rows that see up to `blocks` blocks and select k; at most 80 MiB."""
+    """Method and memory for `rows` rows that see up to `blocks` blocks and select k; at most 80 MiB, or one row's scores."""
     row_bytes = -(-blocks // 64) * 64 * 4
-    if rows * row_bytes > SCRATCH_BYTES and k <= STREAMED_K and heads <= STREAMED_HEADS:
-        return Work(STREAMING, min(-(-rows // TILE_ROWS), MOST_LISTS) * LIST_BYTES)
+    tiles = -(-rows // TILE_ROWS)
+    streamed = -(-tiles // PROCESSORS) * (STREAMED_MS + STREAMED_MS_PER_BLOCK * blocks)
+    if k <= STREAMED_K and heads <= STREAMED_HEADS and streamed < STORED_MS_PER_SCORE * rows * blocks:
+        return Work(STREAMING, min(tiles, MOST_LISTS) * LIST_BYTES)
     return Work(STORED, min(rows, max(1, SCRATCH_BYTES // row_bytes)) * row_bytes)
 
 

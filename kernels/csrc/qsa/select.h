@@ -11,21 +11,26 @@
 // already, and ties need nothing more. A list that is full (1024) is cut back to about k. Of N scores in random order
 // k (1 + ln(N / k)) join; in the worst order all of them, at one cut per 450. Scores are never stored.
 //
-//   8192 rows, 8192 blocks, 4 heads, dim 128:  60 GFLOP; 0.10 ms at mma.sync's 610 TFLOP/s (wgmma: 0.08)
-//     keys from L2: 128 blocks x 1.8 MB = 0.24 GB, 2 TB/s at that pace; 128 rows a block would leave half the SMs idle
-//     candidates: 1900 a row, 0.12 GB written; 5 cuts of 8 rows a warp, 3000 clocks each: 0.07 ms, half of it beside MMAs
-//     (storing scores instead: 0.24 GB through L2 twice, and a selection that reads them three times)
-//   registers a thread: 64 queries + 32 accumulators (or 64 of a cut) + ~60, of 224; shared memory: 8 stages of 64 keys,
-//     141 KiB, which a producer warp fills by bulk copies, so warps may be 8 stages apart: one cuts, the others multiply
+//   8192 rows, 8192 blocks, 4 heads, dim 128:  60 GFLOP; 0.10 ms at mma.sync's 610 TFLOP/s
+//     keys from L2: 128 blocks x 1.8 MB = 0.24 GB; 128 rows a block would leave half the SMs idle
+//     candidates: 1900 a row, 0.12 GB written; 3.4 cuts and a last one per row
+//     (storing scores instead: 0.24 GB through L2 twice, and a selection that reads them four times)
+//     measured on an H200: 0.435 ms; 32768 rows, 32768 blocks: 3.9 ms. Of a warp's time 55 % go to products and epilogue (a
+//     step of 64 products and 190 other instructions takes 1650 clocks, two warps a scheduler: latencies of shared memory,
+//     shuffles and stores, the tensor cores wait half of it), 30 % to cuts (1300 instructions each), 15 % to the last cuts.
+//     Warpgroup MMA would take the operands' loads and half the instructions off the warps: the next step on Hopper.
+//   registers a thread: 64 queries + 32 sums (or 32 keys of a cut) + ~60, of 232; shared memory: 8 stages of 64 keys,
+//     138 KiB, which four producer warps fill, so warps may be 8 stages apart: one cuts, the others multiply
 //   memory: 64 rows x 8 KiB = 512 KiB a block, at most 160 blocks: 80 MiB, whatever the context
 //
 // Stored scores (select_stored.cu), for decode and other small products, k > 512 or more than 4 heads. One kernel writes the scores,
-// keys split over blocks so that every SM reads its share of them once; one block per row then finds the cut by
-// histograms of 2048 bins over the range of keys that can still hold it (at most three, after one of least and greatest)
-// and writes ids by a prefix count. Nothing is binned by value alone and nothing is dropped: bounded passes over the row.
+// keys split over blocks so that every SM reads its share of them once. Then one block per row finds the cut: the greatest
+// keys of 2048 or 4096 groups bound it from below (k groups reach the k-th greatest of them), so that histograms of 2048
+// bins over the range that can still hold it count little more than k keys, at most three times; a prefix count gives the
+// ids. Nothing is binned by value alone and nothing is dropped: bounded passes over the row, whatever it holds.
 //
-//   1 row of 32768 blocks: 8.4 MB of keys, 2 us; its selection reads 128 KiB some five times out of L1, one block
-//   32 rows: 268 MB, 62 us at 4.3 TB/s
+//   1 row of 32768 blocks: 8.4 MB of keys; 16.7 us, of which 13.5 are the selection, by one block
+//   32 rows: 268 MB, 62 us at 4.3 TB/s; 103 us
 //   memory: rows x blocks x 4 bytes in one go up to 64 MiB, else row tiles of that (256 rows at 65536 blocks)
 //
 // A score is the float32 sum of exact products, so scores may differ from XLA's in the last place where sums round; the

@@ -17,7 +17,6 @@
 #include <algorithm>
 
 #include "qsa/select.h"
-#include "qsa/select_hopper.cuh"
 #include "qsa/select_lanes.cuh"
 
 namespace jaxcp::qsa {
@@ -25,43 +24,29 @@ namespace jaxcp::qsa {
 constexpr int kWarps = 8, kProducers = 4, kThreads = 32 * (kWarps + kProducers), kStages = 8;
 constexpr int kWarpRows = kTileRows / kWarps;
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr bool kHopper = true;
-#else
-constexpr bool kHopper = false;
-#endif
-
-// kWarpgroups: all warps take every stage, so that where there is warpgroup MMA four of them may share a product.
-template <int kHeadTiles_, int kDim_, bool kE4m3_, bool kWarpgroups>
+template <int kHeadTiles_, int kDim_, bool kE4m3_>
 struct Shape {
   static constexpr int kHeadTiles = kHeadTiles_, kDim = kDim_;  // two heads a tile
   static constexpr bool kE4m3 = kE4m3_;
   static constexpr int kSteps = kDim / 16;                      // products along the dimension
-  static constexpr bool kWgmma = kHopper && kWarpgroups && !kE4m3;  // of e4m3 it would not be exact
-  static constexpr int kTiles = kWgmma ? 8 : kHeadTiles == 2 ? 4 : 2;  // tiles of 8 keys at once: what registers hold
+  static constexpr int kTiles = kHeadTiles == 2 ? 4 : 2;           // tiles of 8 keys at once: what registers hold
   static constexpr int kScores = 2 * kTiles;                    // neighbouring keys of a thread
   static constexpr int kStepKeys = 8 * kTiles;
   static constexpr int kRowBytes = kDim * (kE4m3 ? 1 : 2);
   static constexpr int kStride = kRowBytes + 16;
-  static constexpr int kStageBytes = (kStageKeys * kStride + kStageKeys / 8 * 32 + 1023) / 1024 * 1024;
-  static constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // the swizzle wants stages at multiples of 1024
+  static constexpr int kStageBytes = kStageKeys * kStride + kStageKeys / 8 * 32;
+  static constexpr int kSharedBytes = kStages * kStageBytes;
   static constexpr float kScale = kDim == 128 ? 0.08838834764831845f : 0.125f;  // dim^-1/2
   static_assert(kDim == 64 || kDim == 128);
   __host__ __device__ static constexpr int key_offset(int key) { return key * kStride + key / 8 * 32; }
-  __device__ static uint32_t unit_offset(int key, int unit) {
-    if constexpr (kWgmma) return hopper::key_unit(key, unit);
-    return key_offset(key) + unit * 16;
-  }
-  // From a unit to that of the key `more` further on, an even number below 16.
-  __host__ __device__ static constexpr int offset_after(int more) { return kWgmma ? hopper::offset_after(more) : key_offset(more); }
 };
 
 // f(Shape{}) of the variant for these sizes, of those with up to kHeads heads.
-template <int kHeads, bool kWarpgroups, class F>
+template <int kHeads, class F>
 cudaError_t with_shape(int heads, int dim, bool e4m3, F f) {
   const auto with_dim = [&]<int kHeadTiles>() {
-    if (dim == 128) return e4m3 ? f(Shape<kHeadTiles, 128, true, kWarpgroups>{}) : f(Shape<kHeadTiles, 128, false, kWarpgroups>{});
-    return e4m3 ? f(Shape<kHeadTiles, 64, true, kWarpgroups>{}) : f(Shape<kHeadTiles, 64, false, kWarpgroups>{});
+    if (dim == 128) return e4m3 ? f(Shape<kHeadTiles, 128, true>{}) : f(Shape<kHeadTiles, 128, false>{});
+    return e4m3 ? f(Shape<kHeadTiles, 64, true>{}) : f(Shape<kHeadTiles, 64, false>{});
   };
   if constexpr (kHeads > 4) {
     if (heads > 4) return with_dim.template operator()<4>();
@@ -70,12 +55,12 @@ cudaError_t with_shape(int heads, int dim, bool e4m3, F f) {
 }
 
 // The first error of f(Shape{}) over all those variants.
-template <int kHeads, bool kWarpgroups, class F>
+template <int kHeads, class F>
 cudaError_t each_shape(F f) {
   for (int heads = 4; heads <= kHeads; heads += 4) {
     for (const int dim : {64, 128}) {
       for (const bool e4m3 : {false, true}) {
-        if (const cudaError_t error = with_shape<kHeads, kWarpgroups>(heads, dim, e4m3, f); error != cudaSuccess) return error;
+        if (const cudaError_t error = with_shape<kHeads>(heads, dim, e4m3, f); error != cudaSuccess) return error;
       }
     }
   }
@@ -87,11 +72,6 @@ inline int multiprocessors() {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
   return std::max(count, 1);
-}
-
-// The stages of dynamic shared memory.
-__device__ __forceinline__ const uint8_t* aligned(const uint8_t* buffers) {
-  return buffers + (-__cvta_generic_to_shared(buffers) & 1023);
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
@@ -124,7 +104,7 @@ struct Stages {
   __device__ void fill(uint32_t tile) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&full[tile % kStages])) : "memory");
   }
-  // By every thread that has read: an arrival of one lane for its warp would do, but racecheck does not follow it.
+  // By every thread that has read: one lane for its warp would do, and is no faster, but racecheck does not follow it.
   __device__ void release(uint32_t tile) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&empty[tile % kStages])) : "memory");
   }
@@ -166,7 +146,7 @@ __device__ void produce(Stages& stages, const uint8_t* buffers, uint32_t& tile, 
   const auto find = [&](int32_t base) {
     return reinterpret_cast<uint64_t>(keys.key(min(base + first_key + lane % kMine, limit - 1), S::kRowBytes));
   };
-  const uint32_t to = S::unit_offset(first_key + lane / kUnits, lane % kUnits);
+  const uint32_t to = S::key_offset(first_key) + lane / kUnits * S::kStride + lane % kUnits * 16;
   uint64_t found = first < limit ? find(first) : 0;
   for (int32_t base = first; base < limit; base += kStageKeys, ++tile) {
     const uint64_t here = found;
@@ -176,7 +156,7 @@ __device__ void produce(Stages& stages, const uint8_t* buffers, uint32_t& tile, 
 #pragma unroll
     for (int i = 0; i < kMine; i += kAtOnce) {
       const uint64_t from = __shfl_sync(Warp::kAll, here, i + lane / kUnits) + lane % kUnits * 16;
-      copy_unit(buffer + S::offset_after(i), reinterpret_cast<const uint8_t*>(from));
+      copy_unit(buffer + S::key_offset(i), reinterpret_cast<const uint8_t*>(from));
     }
     stages.fill(tile);
   }
@@ -250,24 +230,8 @@ template <class S>
 struct Sums {
   float of[S::kHeadTiles][S::kTiles][4];
 
-  // `stage`: shared address of 64 keys, of which the step's are those from `first` on.
-  __device__ __forceinline__ void multiply_by(const QueryTile<S>& q, uint32_t stage, int first) {
-    if constexpr (S::kWgmma) {
-      hopper::publish();
-      hopper::begin();
-#pragma unroll
-      for (int s = 0; s < S::kSteps; ++s) {
-        const uint64_t keys = hopper::operand(stage + s / 4 * hopper::kHalfBytes + s % 4 * 32);
-#pragma unroll
-        for (int t = 0; t < S::kHeadTiles; ++t) hopper::multiply_keys(of[t], q.word[t][s], keys, s > 0);
-      }
-      hopper::commit();
-      hopper::finish<0>();
-    } else {
-      multiply_alone(q, stage + S::key_offset(first));
-    }
-  }
-  __device__ __forceinline__ void multiply_alone(const QueryTile<S>& q, uint32_t keys) {
+  // `keys`: shared address of the step's first key.
+  __device__ __forceinline__ void multiply_by(const QueryTile<S>& q, uint32_t keys) {
     const uint32_t lane = threadIdx.x % 32, n = lane % 8;
     const uint32_t mine = keys + S::key_offset(n / 2 * S::kScores + n % 2) + lane / 8 * 16;
     constexpr int kLoad = S::kE4m3 ? 4 : 2;  // products per load of 64 bytes

@@ -40,7 +40,7 @@ __device__ void store_part(const SelectParams& p, const Share& share, const Part
       const uint32_t keys = shared_address(buffers + sequence % kStages * S::kStageBytes);
       for (int step = 0; step < kStageKeys && base + step < needed; step += S::kStepKeys) {
         Sums<S> sums;
-        sums.multiply_by(q, keys, step);
+        sums.multiply_by(q, keys + S::key_offset(step));
         if (seen == 0) continue;
 #pragma unroll
         for (int i = 0; i < S::kScores; i += 2) *reinterpret_cast<float2*>(out + base + step + i) = make_float2(sums.score(i), sums.score(i + 1));
@@ -52,9 +52,8 @@ __device__ void store_part(const SelectParams& p, const Share& share, const Part
 
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1) store_scores(const __grid_constant__ SelectParams p, const __grid_constant__ Share share) {
-  extern __shared__ uint8_t shared[];
+  extern __shared__ __align__(128) uint8_t buffers[];
   __shared__ Stages stages;
-  const uint8_t* const buffers = aligned(shared);
   const Part part(share);
   stages.open(share.tile_rows == kWarpRows ? 32 : 32 * kWarps);
   if (threadIdx.x < kWarps * 32) {
@@ -141,7 +140,7 @@ cudaError_t launch_stored(const SelectParams& p, cudaStream_t stream) {
     share.rows = std::min(at_once, p.rows - share.first_row);
     const int32_t row_tiles = whole(share.rows, share.tile_rows);
     share.keys = keys_per_block(p, row_tiles);
-    const cudaError_t launched = with_shape<kMaxIndexHeads, false>(p.heads, p.dim, p.e4m3, [&]<class S>(S) {
+    const cudaError_t launched = with_shape<kMaxIndexHeads>(p.heads, p.dim, p.e4m3, [&]<class S>(S) {
       const dim3 grid(whole(p.blocks, share.keys), row_tiles);
       store_scores<S><<<grid, kThreads, S::kSharedBytes, stream>>>(p, share);
       return cudaGetLastError();
@@ -158,7 +157,7 @@ cudaError_t load_stored() {
   cudaFuncAttributes found;
   if (const cudaError_t error = cudaFuncGetAttributes(&found, top_blocks<512>); error != cudaSuccess) return error;
   if (const cudaError_t error = cudaFuncGetAttributes(&found, top_blocks<1024>); error != cudaSuccess) return error;
-  return each_shape<kMaxIndexHeads, false>([]<class S>(S) {
+  return each_shape<kMaxIndexHeads>([]<class S>(S) {
     return cudaFuncSetAttribute(store_scores<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   });
 }

@@ -95,17 +95,11 @@ struct Loaded {
   }
 };
 
-// Cuts the lists of a warp's rows that may have no room for another stage back to about k. The warps of a warpgroup cut
-// together, and lists that will be full soon with those that are: while one cuts, none of them can multiply.
+// Cuts the lists of a warp's rows that have no room for another step back to about k.
 template <class S>
 __device__ __forceinline__ void make_room(Row& row, int32_t k, uint32_t* bins) {
-  bool full = row.count > kCandidates - kStageKeys;
-  if constexpr (S::kWgmma) {
-    if (__ballot_sync(Warp::kAll, hopper::any_of_warpgroup(full)) == 0) return;  // a vote, for the compiler to see them agree
-    full = row.count > kCandidates / 4 * 3;
-  }
-  uint32_t left = __ballot_sync(Warp::kAll, full) & 0x11111111u;
-  for (; left != 0; left &= left - 1) {
+  const uint32_t leaders = __ballot_sync(Warp::kAll, row.count > kCandidates - S::kStepKeys) & 0x11111111u;
+  for (uint32_t left = leaders; left != 0; left &= left - 1) {
     const int leader = __ffs(static_cast<int>(left)) - 1;
     Candidate* const list = row.list + (leader / 4 - static_cast<int>(threadIdx.x % 32) / 4) * kCandidates;
     const Loaded loaded(list, __shfl_sync(Warp::kAll, row.count, leader));
@@ -148,17 +142,17 @@ struct Turns {
 template <class S>
 __device__ __forceinline__ void stream_rows(Row& row, int32_t limit, const QueryTile<S>& q, int32_t k, Stages& stages, const uint8_t* buffers,
                                             uint32_t* bins, uint32_t& sequence) {
-  const int32_t needed = S::kWgmma ? limit : Warp().max(row.visible);  // warpgroups multiply together
+  const int32_t needed = Warp().max(row.visible);
   for (int32_t base = 0; base < limit; base += kStageKeys, ++sequence) {
     stages.wait_full(sequence);
     const uint32_t keys = shared_address(buffers + sequence % kStages * S::kStageBytes);
     for (int step = 0; step < kStageKeys && base + step < needed; step += S::kStepKeys) {
       Sums<S> sums;
-      sums.multiply_by(q, keys, step);
+      sums.multiply_by(q, keys + S::key_offset(step));
       append(row, sums, base + step);
+      make_room<S>(row, k, bins);
     }
     stages.release(sequence);
-    make_room<S>(row, k, bins);
   }
 }
 
@@ -189,9 +183,8 @@ __device__ void stream_tiles(const SelectParams& p, Stages& stages, const uint8_
 
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1) stream_blocks(const __grid_constant__ SelectParams p) {
-  extern __shared__ uint8_t shared[];
+  extern __shared__ __align__(128) uint8_t buffers[];
   __shared__ Stages stages;
-  const uint8_t* const buffers = aligned(shared);
   __shared__ alignas(16) uint32_t bins[kWarps][Lanes<kPerLane>::kDigits];
   stages.open(32 * kWarps);
   if (threadIdx.x < kWarps * 32) {
@@ -214,14 +207,14 @@ cudaError_t launch_streaming(const SelectParams& p, cudaStream_t stream) {
   const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
   const int64_t lists = p.scratch_bytes / kStreamBytes;
   const unsigned grid = static_cast<unsigned>(std::min({tiles, lists, int64_t{multiprocessors()}}));
-  return with_shape<kMaxStreamedHeads, true>(p.heads, p.dim, p.e4m3, [&]<class S>(S) {
+  return with_shape<kMaxStreamedHeads>(p.heads, p.dim, p.e4m3, [&]<class S>(S) {
     stream_blocks<S><<<grid, kThreads, S::kSharedBytes, stream>>>(p);
     return cudaGetLastError();
   });
 }
 
 cudaError_t load_streaming() {
-  return each_shape<kMaxStreamedHeads, true>([]<class S>(S) {
+  return each_shape<kMaxStreamedHeads>([]<class S>(S) {
     return cudaFuncSetAttribute(stream_blocks<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   });
 }
