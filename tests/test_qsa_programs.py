@@ -94,7 +94,7 @@ def test_layers_in_a_scan_update_the_cache_in_place():
     stacked = jax.tree.map(
         lambda *a: jnp.stack(a), *(qsa.from_tensors(oracle.weights(C, s), C, "float32") for s in range(n))
     )
-    plan = qsa.plan([40], cache=run.cache, min_rows=64, min_context=96)
+    plan = qsa.plan([40], min_rows=64, min_context=96)
 
     def stack(params, x, cache, plan):
         def one(carry, scanned):
