@@ -153,8 +153,8 @@ def _times(program: dict[str, list[_Instruction]]) -> dict[str, int | None]:
         for instruction in instructions:
             if instruction.operation.kind == "while":
                 count = re.search(r'known_trip_count[^}]*?"n":"(\d+)"', instruction.text)
-                body = re.search(r"body=%?([\w.\-]+)", instruction.text)
-                loops[body[1]] = name, int(count[1]) if count else None
+                for body in re.findall(r"body=%?([\w.\-]+)", instruction.text):
+                    loops[body] = name, int(count[1]) if count else None
 
     def of(name):
         if name not in loops:

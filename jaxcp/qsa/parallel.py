@@ -77,13 +77,13 @@ def mix(
     index, (q, gate, index_q), finish = SCHEDULES[schedule](*sent, local, axis_name)
     cache = write(params, cache, layer, index, view)
     select = resolve("selection", SELECT, implementation, config, cache)
-    blocks = select(index_q, cache, layer, view.own, config)
-    kv, blocks = finish(*varying.over(own, blocks))
+    (blocks,) = varying.over(own, select(index_q, cache, layer, view.own, config))
+    kv, blocks = finish(blocks)
     k, v = unpacked_kv(kv, projected)
     cache = write_kv(cache, layer, k, v, view.gathered.request, view.gathered.position)
     attend = resolve("sparse attention", ATTEND, implementation, config, cache)
-    attended = attend(q, blocks, cache, layer, view.own, config)
-    return gated(*varying.over(own, attended.o), gate), cache, blocks
+    (o,) = varying.over(own, attend(q, blocks, cache, layer, view.own, config).o)
+    return gated(o, gate), cache, blocks
 
 
 def packed_kv(cache: Cache, projected: Projected) -> Shaped[Array, "rows features"]:

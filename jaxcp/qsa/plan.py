@@ -88,9 +88,7 @@ class Plan:
             raise invalid(
                 "plan.layout", None, "a layout", "Plan with cp > 1; one device holds all rows in packed order."
             )
-        return (
-            self.layout.split(self.table[1]) if self.starts is None else self.layout.split(self.table[1], self.starts)
-        )
+        return _split(self.layout, self.table[1], self.starts)
 
     def replan(
         self,
@@ -231,7 +229,7 @@ def _assemble(batch: Batch, rope_positions: Any, options: Plan, least: _Buckets,
     if layout is not None:
         if options.balance is not None:
             starts = cuts(options.balance, batch.lengths, batch.prefix, layout.cp, block)
-        split = layout.split(batch.lengths) if starts is None else layout.split(batch.lengths, starts)
+        split = _split(layout, batch.lengths, starts)
         check_blocks(batch, block, 2 * layout.cp if starts is None else 1)
         needed = -(-int(split.counts().max()) // block)
         rows = layout.cp * block * bucket(needed, -(-least.rows // (layout.cp * block)))
@@ -247,6 +245,10 @@ def _assemble(batch: Batch, rope_positions: Any, options: Plan, least: _Buckets,
         rows=rows,
         context=bucket(int(batch.totals.max()), least.context),
     )
+
+
+def _split(layout: Zigzag | PackedInterleave, lengths: Any, starts: Any) -> Split:
+    return layout.split(lengths, starts) if isinstance(layout, Zigzag) else layout.split(lengths)
 
 
 def _layout(name: str, cp: int) -> Zigzag | PackedInterleave:
