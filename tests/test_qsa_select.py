@@ -1,4 +1,4 @@
-"""Block selection in CUDA, without a GPU: its core on the host, how calls are done, blockers, machine code, programs."""
+"""Block selection in CUDA without a GPU: its core on the host, how calls are done, blockers, machine code, programs."""
 
 import dataclasses
 import re
@@ -30,7 +30,7 @@ def twin(folder, tmp_path):
     if not (compiler := shutil.which("g++") or shutil.which("c++")):
         pytest.skip("no C++ compiler on PATH")
     program, source = tmp_path / "twin", str(NATIVE / "qsa_select_twin.cc")
-    flags = ["-std=c++20", "-O2", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-I", str(folder)]
+    flags = ["-std=c++20", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-I", str(folder)]
     subprocess.run([compiler, *flags, source, "-o", str(program)], check=True, timeout=120)
     return native_programs.run(program, timeout_s=120)
 

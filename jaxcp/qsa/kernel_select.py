@@ -57,7 +57,7 @@ def blocker(config: QSAConfig, cache: Cache, platform: str) -> str | None:
 
 
 def plan(rows: int, blocks: int, k: int, heads: int) -> Work:
-    """Method and memory for `rows` rows that see up to `blocks` blocks and select k; at most 80 MiB, or one row's scores."""
+    """Method and memory for rows that see up to `blocks` blocks and select k; at most 80 MiB, or one row's scores."""
     row_bytes = -(-blocks // 64) * 64 * 4
     tiles = -(-rows // TILE_ROWS)
     streamed = -(-tiles // PROCESSORS) * (STREAMED_MS + STREAMED_MS_PER_BLOCK * blocks)
