@@ -16,7 +16,7 @@ from rich.console import Console
 from jaxcp import BackendError, JaxcpError
 from jaxcp.bench import _measure, report
 from jaxcp.bench._measure import DeviceTime
-from jaxcp.bench.qsa import checks, figures, floors, peers, plot, row_gather, run, selections, table
+from jaxcp.bench.qsa import checks, figures, floors, peers, plot, row_gather, run, selections, summary, table
 from jaxcp.bench.qsa.cases import Case, make_inputs
 from jaxcp.qsa import QSAConfig
 from jaxcp.qsa.sparse import attend_rows
@@ -86,9 +86,32 @@ def test_a_record_as_table_and_progress(recorded):
     prefill = [line for line in table.lines(record) if line.case == "64 / 256"]
     assert [line.part for line in prefill] == list(table.PARTS.values())
     assert (prefill[0].ms, prefill[0].name, prefill[0].beside, prefill[0].mib) == ("1", "xla", "lax.top_k 5", "3")
-    markdown = report.markdown(record)
-    assert "| decode 2 x 128 | mixer | own | 2 | auto |" in markdown
+
+
+def test_a_record_in_the_readme(recorded):
+    """Own figures and peers by case, `-` for what was left out."""
+    record = copy.deepcopy(recorded[0])
+    [attend] = [f for f in record["cases"][0]["figures"] if f["part"] == "attend"]
+    faster = attend | {"name": "cuda", "us": 250.0}
+    record["cases"][0]["figures"] += [faster, faster | {"selection": "shared", "us": 125.0}]
+    [row] = summary.prefill(record)
+    cells = dict(zip(summary.PREFILL, row, strict=True))
+    unions = record["cases"][0]["union_tokens"]
+    assert cells["rows / keys"] == "64 / 256"
+    assert cells["scoring + selection"].startswith("1 (")
+    assert cells["attention: own"] == f"0.25 ({unions['own']:.0f})"
+    assert cells["shared"] == f"0.125 ({unions['shared']:.0f})"
+    assert (cells["lax.top_k"], cells["mixer"], cells["layer"]) == ("5", "2", "4")
+    assert cells["row gather"] == cells["FlashInfer"] == cells["drift"] == "-"
+    assert cells["MiB"] == "3 / 3 / 3"
+    [row] = summary.decode(record)
+    cells = dict(zip(summary.DECODE, row, strict=True))
+    assert (cells["requests"], cells["layer"], cells["XLA's selection"]) == ("2", "4000", "1000")
+    assert cells["mixer"].startswith("2000 (")
+    markdown = report.markdown(record | {"environment": record["environment"] | {"xla_flags": "--one=2"}})
+    assert "| 64 / 256 | 1 (" in markdown
     assert "6 heads of 16 on 2 KV heads" in markdown
+    assert "`XLA_FLAGS=--one=2`" in markdown
 
 
 def test_the_fastest_stands_in_front(recorded):
@@ -222,7 +245,7 @@ def test_union_of_rows():
 def test_cases():
     assert Case(8, 16, 2).positions.tolist() == [12, 13, 14, 15] * 2
     assert Case(8, 16, 2).table.tolist() == [[0, 4], [4, 4], [12, 12], [0, 1]]
-    assert [case.rows for case in run.cases([2048, 1])] == [2048, 1]
+    assert [case.rows for case in run.cases([2048, 1])] == [1, 2048]
     assert len(run.cases(quick=True)) == 2
     with pytest.raises(ValueError, match=r"rows: got \[7\]; expected some of \[1, 16, 32, 2048"):
         run.cases([7])

@@ -44,9 +44,9 @@ def test_example_runs_on_a_mesh_with_explicit_axes():
     assert run(explicit) == "(4, 16, 64)\n"
 
 
-@pytest.mark.parametrize(("path", "tables"), [("README.md", 2), ("kernels/README.md", 1)])
+@pytest.mark.parametrize(("path", "tables"), [("README.md", 3), ("kernels/README.md", 1), ("docs/qsa.md", 1)])
 def test_figures_are_those_of_the_records(path, tables):
-    """If this fails: python -m jaxcp.bench.report README.md kernels/README.md"""
+    """If this fails: python -m jaxcp.bench.report README.md kernels/README.md docs/qsa.md"""
     text = (ROOT / path).read_text(encoding="utf-8")
     assert len(report.BLOCK.findall(text)) == tables
     assert report.updated(text, ROOT) == text

@@ -1,7 +1,7 @@
 """Tables of the README from the records in benchmarks/: figures are never typed by hand.
 
 A block of a file that starts with `<!-- table: benchmarks/NAME.json -->` and ends with `<!-- end -->` holds what
-`markdown` makes of that record. `python -m jaxcp.bench.report README.md kernels/README.md` rewrites the blocks.
+`markdown` makes of that record. `python -m jaxcp.bench.report README.md kernels/README.md docs/qsa.md` rewrites them.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxcp.bench.qsa import table as qsa_table
+from jaxcp.bench.qsa import summary as qsa
 
 BLOCK = re.compile(r"<!-- table: (?P<record>\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -87,8 +87,11 @@ def _qsa(record: dict[str, Any]) -> str:
         f"in blocks of {record['ratio']}, {record['dtype']}; floors: {record['products_tflop_s']:.0f} TFLOP/s, "
         f"gathers {record['gather_tb_s']:.0f} TB/s, reads {record['copy_rate_tb_s']:.2f} TB/s (measured copies)"
     )
-    lines = [list(line) for line in qsa_table.lines(record)]
-    return _table(list(qsa_table.HEADING), lines) + _source(record["environment"]["device_kind"], facts, record)
+    tables = [_table(list(qsa.PREFILL), qsa.prefill(record)), _table(list(qsa.DECODE), qsa.decode(record))]
+    if flags := record["environment"]["xla_flags"]:
+        facts += f"; `XLA_FLAGS={flags}`"
+    source = _source(record["environment"]["device_kind"], f"{facts}. {qsa.EXPLAINED}", record)
+    return "\n\n".join(tables) + source
 
 
 def _clocks(row: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ class Session:
         """Measures attention over the own selection and the models; how much neighbouring rows share in each."""
         inputs, case = self._inputs, self._inputs.case
         chosen = {OWN: own}
-        if case.requests == 1:
+        if case.each >= selections.TILE:  # else there are no neighbours to share with
             chosen |= {name: selections.model(name, inputs) for name in self._options.models}
         usable = self._usable("attention", ATTEND)
         self._run(entries.attending(inputs, usable, chosen, self._options.copy_rate))

@@ -10,6 +10,7 @@ from jaxcp.errors import BackendError, invalid
 
 FORMATS = (".svg", ".png", ".pdf")
 DRAWN = ("select", "attend", "mixer")
+MARKERS = "osD^vPX*<>pdhH8"  # more than the ten colours, so that no two names look alike
 
 
 def check(path: str | os.PathLike[str]) -> None:
@@ -56,7 +57,8 @@ def _columns(record: dict[str, Any], part: str) -> dict[str, dict[str, float]]:
     """Label -> name -> ms: a column per case and selection, with its implementations, peers and floors."""
     found: dict[str, dict[str, float]] = {}
     for case in record["cases"]:
-        figures = [f for f in case["figures"] if f["part"] == part]
+        shown = {None, "own", *case["union_tokens"]}  # models mean something where rows have neighbours
+        figures = [f for f in case["figures"] if f["part"] == part and f["selection"] in shown]
         for selection in dict.fromkeys(f["selection"] for f in figures if not f["peer"]):
             label = case_name(case) + (f"\n{selection}" if part == "attend" else "")
             marks = found.setdefault(label, {})
@@ -76,7 +78,7 @@ def _draw_part(axis: Any, title: str, columns: dict[str, dict[str, float]], name
     for i, name in enumerate(names):
         at = [(x, marks[name]) for x, marks in enumerate(columns.values()) if name in marks]
         if at:
-            style = {"marker": "_", "s": 200} if name.startswith("floor") else {"marker": "osD^vPX*<>"[i % 10], "s": 30}
-            axis.scatter(*zip(*at, strict=True), label=name, color=f"C{i}", **style)
+            mark = ("_", 200) if name.startswith("floor") else (MARKERS[i % len(MARKERS)], 30)
+            axis.scatter(*zip(*at, strict=True), label=name, color=f"C{i}", marker=mark[0], s=mark[1])
     axis.set_xticks(range(len(columns)), columns, rotation=90, fontsize=7)
     axis.set_xlim(-0.7, len(columns) - 0.3)
