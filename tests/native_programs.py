@@ -74,13 +74,18 @@ def tool(name: str) -> str:
     pytest.skip(f"{name} is neither on PATH nor in a wheel nvidia-cuda-{name}")
 
 
-def machine_code(library: pathlib.Path, architecture: str, folder: pathlib.Path) -> pathlib.Path:
-    """The library's cubin for `architecture`, extracted into `folder`; a library has one per CUDA source file."""
+def machine_codes(library: pathlib.Path, architecture: str, folder: pathlib.Path) -> list[pathlib.Path]:
+    """The library's cubins for `architecture`, one per CUDA source file, extracted into `folder`."""
     subprocess.run(
         [tool("cuobjdump"), "-xelf", architecture, str(library)],
         cwd=folder, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    [found] = folder.glob("*.cubin")
+    return sorted(folder.glob("*.cubin"))
+
+
+def machine_code(library: pathlib.Path, architecture: str, folder: pathlib.Path) -> pathlib.Path:
+    """The cubin of a library with one CUDA source file."""
+    [found] = machine_codes(library, architecture, folder)
     return found
 
 
