@@ -27,11 +27,12 @@ LIST_WORDS = 1 << 24
 
 PROCESSORS = 132
 """Blocks that run at once; a fixed number, so that results do not depend on the device."""
-BLOCK_COST = {"tile": 0.06, "row": 0.15}
-"""What a block costs beside walking its part of a list, in walks of a whole list: start, first loads, the end (4 of 65
-us, 5 of 35 us on an H200)."""
-SPLIT_COST = 0.001
-"""What one more part costs in the merge kernel, likewise."""
+WALK_US = {"tile": 65, "row": 35}
+"""A block's walk over a whole list: 2,500 tokens of a tile, 2,051 of a row (H200)."""
+BLOCK_US = {"tile": 4, "row": 5}
+"""What a block takes beside its walk: start, first loads, the merge of its warps (H200)."""
+MERGE_US, MERGE_BYTES_PER_US = 0.035, 1e6
+"""What one more part of every list takes in the merge kernel, beside writing and reading its partials (H200)."""
 
 
 class Work(NamedTuple):
@@ -81,21 +82,23 @@ def plan(rows: int, config: QSAConfig, width: int, longest: int) -> Work:
     words = 2 + tile_rows * (width + 1)
     slice_rows = max(1, LIST_WORDS // words) * tile_rows
     tiles = -(-rows // tile_rows)
-    kind = "row" if tile_rows == 1 else "tile"
-    most = min(MOST_SPLITS, max(1, tile_rows * (width + 1) * config.ratio // CHUNK))
-    splits = _splits(tiles * config.kv_heads, most, BLOCK_COST[kind]) if rows <= slice_rows else 1
+    part = rows * config.heads * (config.head_dim + 1)
+    splits = 1
+    if rows <= slice_rows:
+        most = min(MOST_SPLITS, max(1, tile_rows * (width + 1) * config.ratio // CHUNK))
+        splits = _splits(tiles * config.kv_heads, most, "row" if tile_rows == 1 else "tile", 8 * part)
     lists = min(tiles, slice_rows // tile_rows) * words if tile_rows > 1 or group > 16 else 0
-    parts = splits * rows * config.heads * (config.head_dim + 1) if splits > 1 else 0
-    return Work(tile_rows, splits, slice_rows, max(1, -(-lists // 4) * 4 + parts))
+    return Work(tile_rows, splits, slice_rows, max(1, -(-lists // 4) * 4 + (splits * part if splits > 1 else 0)))
 
 
-def _splits(items: int, most: int, block_cost: float) -> int:
-    """Parts per list that cost least: rounds of blocks, each a part and what a block costs; and the merge."""
+def _splits(items: int, most: int, kind: str, part_bytes: int) -> int:
+    """Parts per list that take least time: rounds of blocks, each a part and what a block takes; and the merge."""
 
-    def cost(splits: int) -> float:
-        return -(-items * splits // PROCESSORS) * (1 / splits + block_cost) + splits * SPLIT_COST
+    def microseconds(splits: int) -> float:
+        merge = splits * (MERGE_US + part_bytes / MERGE_BYTES_PER_US) if splits > 1 else 0
+        return -(-items * splits // PROCESSORS) * (WALK_US[kind] / splits + BLOCK_US[kind]) + merge
 
-    return min(range(1, most + 1), key=cost)
+    return min(range(1, most + 1), key=microseconds)
 
 
 def attend_cuda(

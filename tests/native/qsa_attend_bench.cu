@@ -68,6 +68,15 @@ void prefill(int rows, int keys, Choice choice, bool peers) {
   std::fflush(stdout);
 }
 
+// A chunk of few rows, its lists cut into parts.
+void chunk(int rows, int keys, int splits) {
+  Problem problem({{{0, keys - rows, rows}}, 24, 2, 256, 512, 4, 64, Choice::shared, 21, 1, 0});
+  problem.configure(problem.p.tile_rows, splits, rows);
+  const double us = microseconds([&](cudaStream_t s) { CHECK(launch_attend(problem.p, s)); }, 20);
+  problem.judge_results("chunk");
+  std::printf("{\"rows\": %d, \"keys\": %d, \"splits\": %d, \"us\": %.1f}\n", rows, keys, splits, us);
+}
+
 // One row of each of many requests, lists cut into some number of parts; several layers in turn, so that L2 is cold.
 void decode(int requests, int keys, int splits) {
   Setup setup{{}, 24, 2, 256, 512, 4, 64, Choice::random, 31, 1, 0};
@@ -88,7 +97,7 @@ void decode(int requests, int keys, int splits) {
         Slice slice = whole(problem.p);
         slice.part_o = reinterpret_cast<float*>(problem.p.scratch);
         slice.part_lse = slice.part_o + int64_t{splits} * problem.p.rows * problem.p.heads * problem.p.dim;
-        CHECK(launch_portable(problem.p, slice, s));
+        CHECK(launch_rows(problem.p, slice, s));
       },
       24);
   std::printf("{\"requests\": %d, \"keys\": %d, \"splits\": %d, \"us\": %.2f, \"without_merge_us\": %.2f, \"read_tb_s\": %.2f}\n",
@@ -116,11 +125,13 @@ int main(int argc, char** argv) {
     }
     if (argc > 1 && std::strcmp(argv[1], "profile") == 0) prefill(8192, 32768, Choice::drift, false);
     if (wanted("short")) {
-      for (const int rows : {64, 128, 256, 512, 1024}) prefill(rows, 8192, Choice::shared, true);
+      for (const int rows : {16, 64, 128, 256, 512}) {
+        for (const int splits : {1, 2, 3, 5, 10, 20}) chunk(rows, 32768, splits);
+      }
       for (const int keys : {2048, 4096}) prefill(keys, keys, Choice::random, true);
     }
     if (wanted("decode")) {
-      for (const int splits : {17, 33, 64}) decode(1, 131072, splits);
+      for (const int splits : {9, 17, 33, 64}) decode(1, 131072, splits);
       for (const int splits : {8, 11, 17, 33}) decode(4, 131072, splits);
       for (const int splits : {2, 3, 4, 8}) decode(16, 131072, splits);
       for (const int splits : {1, 2, 3, 4}) decode(32, 32768, splits);

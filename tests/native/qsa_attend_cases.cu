@@ -44,7 +44,7 @@ void every_way(Setup setup) {
   Problem problem(setup);
   const int most = problem.p.tile_rows;
   run(problem, describe(problem));
-  if (most > 1) run(problem, describe(problem), Kernel::portable);
+  if (problem.p.has_lists()) run(problem, describe(problem), Kernel::portable);
   problem.configure(most, 3, problem.p.rows);
   run(problem, describe(problem));
   for (const int splits : {1, 5, 64}) {

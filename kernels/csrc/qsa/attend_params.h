@@ -21,7 +21,7 @@
 // 16-byte cp.async into a ring in shared memory; tokens that no row attends to are filled with zeros and never read.
 //   attend_wgmma.cu  Hopper: 1 warpgroup gathers, 2 compute, each every other chunk, merged at the end. Per chunk of
 //                    dim 256: 64 KiB gathered (1900 clocks of L2), 2 * 64 * 64 * 256 MACs (1024 clocks), 96 KiB of shared
-//                    memory read and 64 KiB written (1280 clocks). 232 registers: O 128, scores 32, P 16.
+//                    memory read and 64 KiB written (1280 clocks). 224 registers: O 128, scores 32, P 16.
 //   attend_mma.cu    the same tiles with mma.sync, where there is no warpgroup MMA.
 //   attend_rows.cu   rows that go alone, with mma.sync.
 //

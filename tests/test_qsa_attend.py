@@ -1,0 +1,201 @@
+"""Sparse attention in CUDA, without a GPU: lists of tiles, how calls are cut up, blockers, compiled programs."""
+
+import dataclasses
+import re
+import shutil
+import subprocess
+
+import deviceless
+import jax
+import native_programs
+import pytest
+from native_programs import CSRC, NATIVE
+from test_kernel_binary import disassembled, resources
+
+from jaxcp import errors, qsa
+from jaxcp.native import builder
+from jaxcp.qsa import kernel_attend, resolve
+from jaxcp.qsa.sparse import ATTEND
+
+FLASH = qsa.QSAConfig.flash_next()
+
+
+def cache_of(config, **options):
+    shape = lambda: qsa.init_cache(config, requests=1, pages=9, **({"dtype": "bfloat16"} | options))  # noqa: E731
+    return jax.eval_shape(shape)
+
+
+def test_lists_of_tiles(tmp_path):
+    if not (compiler := shutil.which("g++") or shutil.which("c++")):
+        pytest.skip("no C++ compiler on PATH")
+    program, source = tmp_path / "tile_test", str(NATIVE / "qsa_attend_tile_test.cc")
+    flags = ["-std=c++20", "-O1", "-Wall", "-Werror", "-I", str(CSRC)]
+    subprocess.run([compiler, *flags, source, "-o", str(program)], check=True, timeout=120)
+    assert native_programs.run(program, timeout_s=60) == "ok\n"
+
+
+class TestPlan:
+    def test_many_rows_are_tiles_of_five_uncut(self):
+        work = kernel_attend.plan(8192, FLASH, 512, 8192)
+        assert (work.tile_rows, work.splits) == (5, 1)
+        assert work.slice >= 8192
+        assert work.scratch == 1639 * (2 + 5 * 513) + 3  # partials would begin at 16 bytes
+
+    def test_scratch_is_bounded(self):
+        work = kernel_attend.plan(1 << 20, FLASH, 512, 1 << 20)
+        assert work.slice % work.tile_rows == 0
+        assert work.scratch * 4 <= 64 << 20
+
+    @pytest.mark.parametrize("longest", [1, 4])
+    def test_rows_of_many_requests_go_alone(self, longest):
+        assert kernel_attend.plan(32, FLASH, 512, longest).tile_rows == 1
+
+    @pytest.mark.parametrize(
+        ("rows", "longest", "splits"),
+        # What was fastest on an H200 (tests/native/qsa_attend_bench.cu: decode, short), or within 3 % of it.
+        [(1, 1, 20), (16, 1, 4), (32, 1, 2), (64, 1, 1), (64, 64, 5), (128, 128, 2), (256, 256, 1), (2048, 2048, 1)],
+    )
+    def test_lists_are_cut_where_that_is_faster(self, rows, longest, splits):
+        work = kernel_attend.plan(rows, FLASH, 512, longest)
+        assert work.splits == splits
+        assert work.scratch >= (splits > 1) * splits * rows * 24 * 257
+
+    @pytest.mark.parametrize("group", [1, 8, 12, 16, 40, 64])
+    def test_limits_of_the_kernel(self, group):
+        config = dataclasses.replace(FLASH, heads=group, kv_heads=1)
+        for rows in (1, 7, 64, 1000, 100_000):
+            for longest in (1, 3, rows):
+                work = kernel_attend.plan(rows, config, 512, longest)
+                assert 1 <= work.tile_rows <= kernel_attend.TILE_ROWS
+                assert work.tile_rows * group <= kernel_attend.TILE_HEADS
+                assert 1 <= work.splits <= kernel_attend.MOST_SPLITS
+                assert work.splits == 1 or work.slice >= rows
+
+
+class TestBlockers:
+    def blocker(self, config=FLASH, **cache):
+        with resolve.lowering_for("gpu"):
+            return resolve.blockers_of(ATTEND, config, cache_of(config, **cache))["cuda"]
+
+    def test_flash_next_is_served(self):
+        assert self.blocker() is None
+
+    @pytest.mark.parametrize(
+        ("config", "cache", "words"),
+        [
+            ({}, {"dtype": "float32"}, "float32"),
+            ({}, {"kv_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+            ({"head_dim": 96}, {}, "head_dim = 96"),
+            ({"heads": 130, "kv_heads": 2}, {}, "65 query heads"),
+            ({"ratio": 8, "budget": 24}, {}, None),
+            ({"ratio": 6, "budget": 24}, {"page_size": 12}, "ratio = 6"),
+            ({"ratio": 1}, {"page_size": 1 << 21}, "blocks"),
+        ],
+    )
+    def test_named(self, config, cache, words):
+        why = self.blocker(dataclasses.replace(FLASH, **config), **cache)
+        assert why is None if words is None else words in why
+
+    def test_platform(self):
+        if jax.default_backend() == "gpu":
+            pytest.skip("the default backend is a GPU")
+        cache = cache_of(FLASH)
+        assert "platform cpu" in resolve.blockers_of(ATTEND, FLASH, cache)["cuda"]
+        assert resolve.resolve("sparse attention", ATTEND, "auto", FLASH, cache) is ATTEND["xla"].run
+        with pytest.raises(errors.BackendError, match=r"'cuda' cannot compute sparse attention: .* Usable here: xla"):
+            resolve.resolve("sparse attention", ATTEND, "cuda", FLASH, cache)
+        with pytest.raises(ValueError, match="implementation"):
+            resolve.resolve("sparse attention", ATTEND, "pallas", FLASH, cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+def test_machine_code(architecture, tmp_path):
+    native_programs.nvcc()
+    library = builder.build("qsa", architectures=("sm_90a", "sm_100a"))
+    cubins = native_programs.machine_codes(library, architecture, tmp_path)
+    names = re.compile("attend_hopper|attend_portable|attend_rows|build_lists|merge_parts")
+    used = {name: facts for cubin in cubins for name, facts in resources(cubin).items() if names.search(name)}
+    assert len(used) == 3 * 4 + 1, sorted(used)
+    for name, facts in used.items():
+        assert facts["STACK"] == facts["LOCAL"] == 0, f"{name} spills: {facts}"
+    for name, code in ((name, code) for cubin in cubins for name, code in disassembled(cubin).items()):
+        if not names.search(name):
+            continue
+        count = lambda pattern, code=code: sum(bool(re.match(pattern, op)) for op in code)  # noqa: E731
+        if "attend_hopper" in name:
+            # Scores of a walk's first chunk and of others, values of its last and of others.
+            dim = int(re.search(r"Li(\d+)E", name)[1])
+            assert count("HGMMA") == (dim // 4 if architecture == "sm_90a" else 0), name
+        if "attend_portable" in name or "attend_rows" in name:
+            assert count("HMMA.16816.F32.BF16"), name
+            assert count("LDSM"), f"{name}: operands are not read by ldmatrix"
+        if count("LDGSTS"):
+            assert count("LDGSTS") == count(r"LDGSTS\.E\.BYPASS\.LTC128B\.128"), f"{name}: units below 16 bytes"
+
+
+PROGRAM = """
+import re
+from jax.sharding import SingleDeviceSharding
+from jaxcp import qsa
+from jaxcp.qsa import resolve
+from jaxcp.qsa.kernel_attend import attend_cuda
+from jaxcp.qsa.queries import Queries
+from jaxcp.qsa.segments import Segments, rows_of
+
+device = SingleDeviceSharding(mesh(cp=1).devices.flat[0])
+
+def shaped(tree):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), tree)
+
+config, rows, tokens, layers = qsa.QSAConfig.flash_next(), {rows}, 131072, 12
+pages = tokens // 64
+cache = shaped(jax.eval_shape(lambda: qsa.init_cache(
+    config, requests=1, pages=1 + pages, layers=layers, page_table=1 + np.arange(pages)[None])))
+
+def stack(q, blocks, cache, segments):
+    def layer(cache, at):
+        queries = Queries(segments, rows_of(segments, rows), tokens, rows)
+        index, q = at
+        new = q[:, :2]  # what a layer writes before it attends
+        place = jnp.arange(rows) % 64
+        cache = jax.tree_util.tree_map(lambda a: a, cache)
+        k = cache.k.at[index, 1, place].set(new)
+        cache = type(cache)(**(vars(cache) | {{"k": k}}))
+        partial = attend_cuda(q, blocks, cache, index, queries, config)
+        return cache, (partial.o, partial.lse)
+    cache, (o, lse) = jax.lax.scan(layer, cache, (jnp.arange(layers, dtype=jnp.int32), q))
+    return o, lse, cache
+
+shape = lambda s, d: jax.ShapeDtypeStruct(s, d, sharding=device)
+q = shape((layers, rows, 24, 256), jnp.bfloat16)
+segments = Segments(*(shape((1,), jnp.int32) for _ in range(4)))
+with resolve.lowering_for("gpu"):
+    compiled = jax.jit(stack, donate_argnums=2).lower(q, shape((rows, 512), jnp.int32), cache, segments).compile()
+text, memory = compiled.as_text(), compiled.memory_analysis()
+pool = re.escape(",".join(map(str, cache.k.shape)))
+answer({{
+    "calls": text.count('custom_call_target="jaxcp_qsa_attend"'),
+    "copies": re.findall(rf"copy[\\\\w.\\\\-]* = \\\\S*\\\\[{{pool}}\\\\]", text),
+    "aliased": memory.alias_size_in_bytes, "temporary": memory.temp_size_in_bytes,
+    "pools": sum(a.size * a.dtype.itemsize for a in (cache.k, cache.v)),
+}})
+"""
+
+
+@deviceless.requires_plugin
+@pytest.mark.parametrize("architecture", deviceless.ARCHITECTURES)
+@pytest.mark.parametrize("rows", [1, 2048])
+def test_compiled_into_a_scan_without_copies(rows, architecture, tmp_path):
+    facts = deviceless.run(PROGRAM.format(rows=rows), tmp_path, architecture)
+    assert facts["calls"] == 1
+    assert facts["copies"] == []
+    assert facts["aliased"] >= facts["pools"]
+    assert facts["temporary"] <= 160 << 20, facts
+
+
+def test_every_implementation_has_one_signature():
+    import inspect
+
+    signatures = {str(inspect.signature(entry.run)) for entry in ATTEND.values()}
+    assert len(signatures) == 1
