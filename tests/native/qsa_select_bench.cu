@@ -1,7 +1,9 @@
 // Times of block selection on random keys: median over runs of a captured graph of launches, in ms.
 //
-// qsa_select_bench ROWS BLOCKS [METHOD [REQUESTS]]   rows: the last positions of a context of BLOCKS blocks of 4 tokens,
-//                                                    dealt out evenly over the requests; method "stored", "streaming", "top"
+// qsa_select_bench ROWS BLOCKS [METHOD [REQUESTS]]   rows: the last positions of a context of BLOCKS blocks of 4
+// tokens,
+//                                                    dealt out evenly over the requests; method "stored", "streaming",
+//                                                    "top"
 #include <cstring>
 
 #include "qsa_select_problem.cuh"
@@ -60,7 +62,8 @@ double median_ms(Launch launch) {
 
 int main(int count, char** arguments) {
   if (count < 3) return 2;
-  const int rows = std::atoi(arguments[1]), blocks = std::atoi(arguments[2]), requests = count > 4 ? std::atoi(arguments[4]) : 1;
+  const int rows = std::atoi(arguments[1]), blocks = std::atoi(arguments[2]),
+            requests = count > 4 ? std::atoi(arguments[4]) : 1;
   const std::string method = count > 3 ? arguments[3] : "streaming";
   try {
     CHECK(jaxcp::qsa::load_select());
@@ -78,18 +81,22 @@ int main(int count, char** arguments) {
     SelectParams p{};
     const int64_t stride = (blocks + 63) / 64 * 64;
     const bool streaming = method == "streaming";
-    p.scratch_bytes = streaming ? 160 * kStreamBytes : std::max(std::min(rows * stride * 4, int64_t{64} << 20), method == "top" ? rows * stride * 4 : 0);
+    p.scratch_bytes =
+        streaming ? 160 * kStreamBytes
+                  : std::max(std::min(rows * stride * 4, int64_t{64} << 20), method == "top" ? rows * stride * 4 : 0);
     const Device<uint8_t> scratch(p.scratch_bytes);
     p.index_q = queries.get(), p.pool = keys.get(), p.layer = layer.get(), p.page_table = on_table.get();
     p.request = on_request.get(), p.position = on_position.get(), p.ids = ids.get(), p.scratch = scratch.get();
-    p.rows = rows, p.heads = 4, p.dim = 128, p.k = 512, p.layers = 1, p.pages = requests * pages + 1, p.page_blocks = page_blocks;
+    p.rows = rows, p.heads = 4, p.dim = 128, p.k = 512, p.layers = 1, p.pages = requests * pages + 1,
+    p.page_blocks = page_blocks;
     p.requests = requests, p.request_pages = pages, p.ratio = 4, p.blocks = blocks, p.longest = each;
     p.method = streaming ? Method::streaming : Method::stored;
     if (const char* why = jaxcp::qsa::problem(p)) throw std::runtime_error(why);
     double ms;
     if (method == "top") {
       fill_scores<<<1024, 256>>>(static_cast<float*>(p.scratch), rows * stride);
-      const jaxcp::qsa::ScoredRows scored{static_cast<float*>(p.scratch), stride, p.position, p.ids, rows, p.k, p.ratio, blocks};
+      const jaxcp::qsa::ScoredRows scored{
+          static_cast<float*>(p.scratch), stride, p.position, p.ids, rows, p.k, p.ratio, blocks};
       ms = median_ms([&](cudaStream_t stream) { CHECK(launch_top_blocks(scored, stream)); });
     } else {
       ms = median_ms([&](cudaStream_t stream) { CHECK(jaxcp::qsa::launch_select(p, stream)); });

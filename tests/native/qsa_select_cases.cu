@@ -66,8 +66,8 @@ void top_blocks(int n, int k, const Kind& kind, Random& random) {
     const std::vector<int32_t> got = ids.host();
     for (int row = 0; row < rows * copies; ++row) {
       if (std::equal(want[row % rows].begin(), want[row % rows].end(), &got[size_t{1} * row * k])) continue;
-      throw std::runtime_error(std::string("given scores, ") + kind.name + ": n " + std::to_string(n) + ", k " + std::to_string(k) + ", row " +
-                               std::to_string(row));
+      throw std::runtime_error(std::string("given scores, ") + kind.name + ": n " + std::to_string(n) + ", k " +
+                               std::to_string(k) + ", row " + std::to_string(row));
     }
   }
 }
@@ -138,7 +138,8 @@ void judge(const Problem& p, const std::string& what) {
   Run run(p);
   const std::vector<int32_t> want = p.answers();
   const int64_t stride = (p.sizes.blocks + 63) / 64 * 64;
-  for (const int64_t at_once : {int64_t{p.rows()}, int64_t{37}}) run.judge(want, Method::stored, at_once * stride * 4, what + ", stored");
+  for (const int64_t at_once : {int64_t{p.rows()}, int64_t{37}})
+    run.judge(want, Method::stored, at_once * stride * 4, what + ", stored");
   if (p.sizes.k > jaxcp::qsa::kMaxStreamedK || p.sizes.heads > jaxcp::qsa::kMaxStreamedHeads) return;
   for (const int64_t blocks : {160, 1}) run.judge(want, Method::streaming, blocks * kStreamBytes, what + ", streaming");
 }
@@ -161,7 +162,8 @@ void summed() {
     for (const int dim : {64, 128}) {
       for (const bool e4m3 : {false, true}) {
         Sizes sizes;
-        sizes.heads = heads, sizes.dim = dim, sizes.e4m3 = e4m3, sizes.k = 64 + random() % 449, sizes.blocks = 1300 + random() % 600;
+        sizes.heads = heads, sizes.dim = dim, sizes.e4m3 = e4m3, sizes.k = 64 + random() % 449,
+        sizes.blocks = 1300 + random() % 600;
         sizes.ratio = 1 + random() % 5, sizes.page_blocks = 1 + random() % 20;
         judge(integers(sizes, 100, heads % 2 == 0 ? 50 : 5, random),
               "integers, heads " + std::to_string(heads) + ", dim " + std::to_string(dim) + (e4m3 ? ", e4m3" : ""));
@@ -182,7 +184,8 @@ void sizes() {
   sizes.k = 2048, sizes.blocks = 4100;
   judge(integers(sizes, 30, 30, random), "k 2048");
   sizes = Sizes{}, sizes.requests = 1, sizes.blocks = 65536;
-  for (const Kind& kind : {kKinds[3], kKinds[5]}) judge(chosen_scores(sizes, kind, 3, 3, random), std::string("65536 blocks, ") + kind.name);
+  for (const Kind& kind : {kKinds[3], kKinds[5]})
+    judge(chosen_scores(sizes, kind, 3, 3, random), std::string("65536 blocks, ") + kind.name);
 }
 
 void small() {
@@ -203,13 +206,15 @@ void repeated() {
   Run run(p);
   const auto first = run.ids(Method::streaming, 8 * kStreamBytes);
   for (int i = 0; i < 20; ++i) {
-    if (run.ids(Method::streaming, (1 + i) * kStreamBytes) != first) throw std::runtime_error("another selection, streaming");
+    if (run.ids(Method::streaming, (1 + i) * kStreamBytes) != first)
+      throw std::runtime_error("another selection, streaming");
     if (run.ids(Method::stored, 700 * 3008 * 4) != first) throw std::runtime_error("another selection, stored");
   }
 }
 
-const std::map<std::string, std::function<void()>> kCases = {{"given", given}, {"chosen", chosen}, {"summed", summed},
-                                                             {"sizes", sizes}, {"small", small},   {"repeated", repeated}};
+const std::map<std::string, std::function<void()>> kCases = {{"given", given},   {"chosen", chosen},
+                                                             {"summed", summed}, {"sizes", sizes},
+                                                             {"small", small},   {"repeated", repeated}};
 
 }  // namespace
 

@@ -116,8 +116,13 @@ struct Problem {
 class Run {
  public:
   explicit Run(const Problem& problem)
-      : problem_(problem), queries_(narrowed(problem.queries)), pool_(pool(problem)), layer_(std::vector<int32_t>{1}),
-        table_(table(problem)), request_(problem.request), position_(problem.position),
+      : problem_(problem),
+        queries_(narrowed(problem.queries)),
+        pool_(pool(problem)),
+        layer_(std::vector<int32_t>{1}),
+        table_(table(problem)),
+        request_(problem.request),
+        position_(problem.position),
         ids_(static_cast<size_t>(problem.rows()) * problem.sizes.k) {}
 
   std::vector<int32_t> ids(Method method, int64_t scratch_bytes) {
@@ -138,8 +143,9 @@ class Run {
     const auto [one, other] = std::mismatch(got.begin(), got.end(), want.begin());
     if (one == got.end()) return;
     const auto at = static_cast<int>(one - got.begin()), k = problem_.sizes.k;
-    throw std::runtime_error(what + ": row " + std::to_string(at / k) + " of " + std::to_string(problem_.visible(at / k)) + " blocks, place " +
-                             std::to_string(at % k) + ": " + std::to_string(*one) + " instead of " + std::to_string(*other));
+    throw std::runtime_error(what + ": row " + std::to_string(at / k) + " of " +
+                             std::to_string(problem_.visible(at / k)) + " blocks, place " + std::to_string(at % k) +
+                             ": " + std::to_string(*one) + " instead of " + std::to_string(*other));
   }
 
  private:

@@ -1,5 +1,5 @@
-// The selection's core on the host, one thread doing the work of a warp or a block, against std::stable_sort: the cut of
-// a row by histograms, and the list of candidates that a row's scores stream into. Prints "ok".
+// The selection's core on the host, one thread doing the work of a warp or a block, against std::stable_sort: the cut
+// of a row by histograms, and the list of candidates that a row's scores stream into. Prints "ok".
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -58,7 +58,9 @@ using Ids = std::vector<int32_t>;
 Ids sorted(const std::vector<float>& scores, int32_t k) {
   Ids ids(scores.size());
   std::iota(ids.begin(), ids.end(), 0);
-  const auto rank = [&](int32_t id) { return std::isnan(scores[id]) ? INFINITY : std::isinf(scores[id]) ? std::numeric_limits<float>::max() : scores[id]; };
+  const auto rank = [&](int32_t id) {
+    return std::isnan(scores[id]) ? INFINITY : std::isinf(scores[id]) ? std::numeric_limits<float>::max() : scores[id];
+  };
   std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return rank(a) > rank(b); });
   ids.resize(std::min<size_t>(ids.size(), k));
   std::sort(ids.begin(), ids.end());
@@ -144,14 +146,18 @@ float uniform(std::mt19937& random) { return static_cast<float>(random() >> 8) *
 
 const Kind kKinds[] = {
     {"random", [](std::mt19937& r, int32_t, int32_t) { return uniform(r); }},
-    {"wide", [](std::mt19937& r, int32_t, int32_t) { return std::ldexp(uniform(r), static_cast<int>(r() % 250) - 120); }},
+    {"wide",
+     [](std::mt19937& r, int32_t, int32_t) { return std::ldexp(uniform(r), static_cast<int>(r() % 250) - 120); }},
     {"few values", [](std::mt19937& r, int32_t, int32_t) { return static_cast<float>(r() % 3); }},
     {"zeros", [](std::mt19937&, int32_t, int32_t) { return 0.0f; }},
     {"nearly equal", [](std::mt19937& r, int32_t, int32_t) { return 1 + static_cast<float>(r() % 16) * 0x1p-23f; }},
     {"mostly zero", [](std::mt19937& r, int32_t, int32_t) { return r() % 40 == 0 ? uniform(r) : 0.0f; }},
     {"rising", [](std::mt19937&, int32_t i, int32_t) { return 1 + static_cast<float>(i); }},
     {"falling", [](std::mt19937&, int32_t i, int32_t n) { return static_cast<float>(n - i); }},
-    {"NaN and infinity", [](std::mt19937& r, int32_t, int32_t) { return r() % 9 == 0 ? std::bit_cast<float>(0x7FFFFFFFu) : r() % 5 == 0 ? INFINITY : uniform(r); }},
+    {"NaN and infinity",
+     [](std::mt19937& r, int32_t, int32_t) {
+       return r() % 9 == 0 ? std::bit_cast<float>(0x7FFFFFFFu) : r() % 5 == 0 ? INFINITY : uniform(r);
+     }},
 };
 std::vector<float> row(const Kind& kind, int32_t n, std::mt19937& random) {
   std::vector<float> scores(static_cast<size_t>(n));

@@ -16,23 +16,30 @@ namespace {
 namespace ffi = xla::ffi;
 using Int32s = ffi::Buffer<ffi::S32>;
 
-ffi::Error invalid(const std::string& what) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jaxcp QSA selection: " + what); }
+ffi::Error invalid(const std::string& what) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jaxcp QSA selection: " + what);
+}
 
-ffi::Error select(cudaStream_t stream, ffi::Buffer<ffi::BF16> index_q, ffi::AnyBuffer pool, Int32s layer, Int32s page_table, Int32s request,
-                  Int32s position, ffi::Result<Int32s> ids, ffi::Result<ffi::Buffer<ffi::U8>> scratch, int64_t ratio, int64_t blocks,
-                  int64_t longest, int64_t method) {
-  const auto q = index_q.dimensions(), keys = pool.dimensions(), table = page_table.dimensions(), out = ids->dimensions();
+ffi::Error select(cudaStream_t stream, ffi::Buffer<ffi::BF16> index_q, ffi::AnyBuffer pool, Int32s layer,
+                  Int32s page_table, Int32s request, Int32s position, ffi::Result<Int32s> ids,
+                  ffi::Result<ffi::Buffer<ffi::U8>> scratch, int64_t ratio, int64_t blocks, int64_t longest,
+                  int64_t method) {
+  const auto q = index_q.dimensions(), keys = pool.dimensions(), table = page_table.dimensions(),
+             out = ids->dimensions();
   if (q.size() != 3 || keys.size() != 4 || table.size() != 2 || out.size() != 2) return invalid("wrong ranks");
   const auto rows = static_cast<size_t>(q[0]);
-  if (keys[3] != q[2] || out[0] != q[0] || request.element_count() != rows || position.element_count() != rows || layer.element_count() != 1) {
+  if (keys[3] != q[2] || out[0] != q[0] || request.element_count() != rows || position.element_count() != rows ||
+      layer.element_count() != 1) {
     return invalid("shapes do not fit together");
   }
   const bool e4m3 = pool.element_type() == ffi::DataType::U8;
-  if (!e4m3 && pool.element_type() != ffi::DataType::BF16) return invalid("index keys must be bf16, or u8 holding e4m3");
+  if (!e4m3 && pool.element_type() != ffi::DataType::BF16)
+    return invalid("index keys must be bf16, or u8 holding e4m3");
   SelectParams p{};
   p.index_q = index_q.untyped_data(), p.pool = pool.untyped_data(), p.layer = layer.typed_data();
   p.page_table = page_table.typed_data(), p.request = request.typed_data(), p.position = position.typed_data();
-  p.ids = ids->typed_data(), p.scratch = scratch->untyped_data(), p.scratch_bytes = static_cast<int64_t>(scratch->size_bytes());
+  p.ids = ids->typed_data(), p.scratch = scratch->untyped_data(),
+  p.scratch_bytes = static_cast<int64_t>(scratch->size_bytes());
   const auto narrow = [](int64_t x) { return static_cast<int32_t>(x); };
   p.rows = narrow(q[0]), p.heads = narrow(q[1]), p.dim = narrow(q[2]), p.k = narrow(out[1]);
   p.layers = narrow(keys[0]), p.pages = narrow(keys[1]), p.page_blocks = narrow(keys[2]);
@@ -41,8 +48,9 @@ ffi::Error select(cudaStream_t stream, ffi::Buffer<ffi::BF16> index_q, ffi::AnyB
   p.e4m3 = e4m3, p.method = static_cast<Method>(method);
   if (const char* why = problem(p)) return invalid(why);
   const cudaError_t error = launch_select(p, stream);
-  return error == cudaSuccess ? ffi::Error::Success()
-                              : ffi::Error::Internal(std::string("jaxcp QSA selection: launch: ") + cudaGetErrorString(error));
+  return error == cudaSuccess
+             ? ffi::Error::Success()
+             : ffi::Error::Internal(std::string("jaxcp QSA selection: launch: ") + cudaGetErrorString(error));
 }
 
 }  // namespace

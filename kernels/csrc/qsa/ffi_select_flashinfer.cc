@@ -14,22 +14,29 @@ namespace {
 namespace ffi = xla::ffi;
 using Int32s = ffi::Buffer<ffi::S32>;
 
-ffi::Error invalid(const std::string& what) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jaxcp FlashInfer top-k: " + what); }
+ffi::Error invalid(const std::string& what) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jaxcp FlashInfer top-k: " + what);
+}
 
-ffi::Error topk(cudaStream_t stream, ffi::Buffer<ffi::F32> scores, Int32s visible, Int32s zeros, ffi::Result<Int32s> ids) {
+ffi::Error topk(cudaStream_t stream, ffi::Buffer<ffi::F32> scores, Int32s visible, Int32s zeros,
+                ffi::Result<Int32s> ids) {
   const auto in = scores.dimensions(), out = ids->dimensions();
   const size_t rows = visible.element_count();
   if (in.size() < 2 || out.size() != in.size() || zeros.element_count() != rows) return invalid("wrong ranks");
   const auto blocks = static_cast<size_t>(in.back()), k = static_cast<size_t>(out.back());
-  if (scores.element_count() != rows * blocks || ids->element_count() != rows * k) return invalid("shapes do not fit together");
+  if (scores.element_count() != rows * blocks || ids->element_count() != rows * k)
+    return invalid("shapes do not fit together");
   if (k < 1 || k > kMaxFlashInferK || blocks % 4 != 0 || rows * k > UINT32_MAX || blocks > INT32_MAX) {
     return invalid("k must be 1 ... 2048, blocks a multiple of 4, rows x k below 2^32");
   }
   if (rows == 0) return ffi::Error::Success();
-  const FlashInferRows r{scores.typed_data(), visible.typed_data(), zeros.typed_data(), ids->typed_data(),
-                         static_cast<uint32_t>(rows), static_cast<uint32_t>(blocks), static_cast<uint32_t>(k)};
+  const FlashInferRows r{scores.typed_data(),     visible.typed_data(),        zeros.typed_data(),
+                         ids->typed_data(),       static_cast<uint32_t>(rows), static_cast<uint32_t>(blocks),
+                         static_cast<uint32_t>(k)};
   const cudaError_t error = launch_flashinfer_topk(r, stream);
-  return error == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(std::string("jaxcp FlashInfer top-k: launch: ") + cudaGetErrorString(error));
+  return error == cudaSuccess
+             ? ffi::Error::Success()
+             : ffi::Error::Internal(std::string("jaxcp FlashInfer top-k: launch: ") + cudaGetErrorString(error));
 }
 
 }  // namespace

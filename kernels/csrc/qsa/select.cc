@@ -7,11 +7,13 @@ const char* problem(const SelectParams& p) {
   if (p.heads < 1 || p.heads > kMaxIndexHeads) return "index heads must be 1 ... 8";
   if (p.dim != 64 && p.dim != 128) return "index_dim must be 64 or 128";
   if (p.k < 1 || p.ratio < 1 || p.blocks < 1 || p.longest < 1) return "k, ratio, blocks and longest must be positive";
-  if (p.layers < 1 || p.pages < 1 || p.page_blocks < 1 || p.requests < 1) return "the pool and the page table must not be empty";
+  if (p.layers < 1 || p.pages < 1 || p.page_blocks < 1 || p.requests < 1)
+    return "the pool and the page table must not be empty";
   if (p.blocks > int64_t{p.request_pages} * p.page_blocks) return "blocks exceed the page table";
   if (p.blocks > INT32_MAX - kStageKeys) return "too many blocks";
   if (p.method == Method::streaming) {
-    if (p.k > kMaxStreamedK || p.heads > kMaxStreamedHeads) return "streaming selects at most 512 blocks with at most 4 heads";
+    if (p.k > kMaxStreamedK || p.heads > kMaxStreamedHeads)
+      return "streaming selects at most 512 blocks with at most 4 heads";
     if (p.scratch_bytes < kStreamBytes) return "scratch must hold one block's lists";
   } else if (p.method == Method::stored) {
     const int64_t stride = (int64_t{p.blocks} + kStageKeys - 1) / kStageKeys * kStageKeys;

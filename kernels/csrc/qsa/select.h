@@ -15,19 +15,21 @@
 //     keys from L2: 128 blocks x 1.8 MB = 0.24 GB; 128 rows a block would leave half the SMs idle
 //     candidates: 1900 a row, 0.12 GB written; 3.4 cuts and a last one per row
 //     (storing scores instead: 0.24 GB through L2 twice, and a selection that reads them four times)
-//     measured on an H200: 0.435 ms; 32768 rows, 32768 blocks: 3.9 ms. Of a warp's time 55 % go to products and epilogue (a
-//     step of 64 products and 190 other instructions takes 1650 clocks, two warps a scheduler: latencies of shared memory,
-//     shuffles and stores, the tensor cores wait half of it), 30 % to cuts (1300 instructions each), 15 % to the last cuts.
-//     Warpgroup MMA would take the operands' loads and half the instructions off the warps: the next step on Hopper.
+//     measured on an H200: 0.435 ms; 32768 rows, 32768 blocks: 3.9 ms. Of a warp's time 55 % go to products and
+//     epilogue (a step of 64 products and 190 other instructions takes 1650 clocks, two warps a scheduler: latencies of
+//     shared memory, shuffles and stores, the tensor cores wait half of it), 30 % to cuts (1300 instructions each), 15
+//     % to the last cuts. Warpgroup MMA would take the operands' loads and half the instructions off the warps: the
+//     next step on Hopper.
 //   registers a thread: 64 queries + 32 sums (or 32 keys of a cut) + ~60, of 232; shared memory: 8 stages of 64 keys,
 //     138 KiB, which four producer warps fill, so warps may be 8 stages apart: one cuts, the others multiply
 //   memory: 64 rows x 8 KiB = 512 KiB a block, at most 160 blocks: 80 MiB, whatever the context
 //
-// Stored scores (select_stored.cu), for decode and other small products, k > 512 or more than 4 heads. One kernel writes the scores,
-// keys split over blocks so that every SM reads its share of them once. Then one block per row finds the cut: the greatest
-// keys of 2048 or 4096 groups bound it from below (k groups reach the k-th greatest of them), so that histograms of 2048
-// bins over the range that can still hold it count little more than k keys, at most three times; a prefix count gives the
-// ids. Nothing is binned by value alone and nothing is dropped: bounded passes over the row, whatever it holds.
+// Stored scores (select_stored.cu), for decode and other small products, k > 512 or more than 4 heads. One kernel
+// writes the scores, keys split over blocks so that every SM reads its share of them once. Then one block per row finds
+// the cut: the greatest keys of 2048 or 4096 groups bound it from below (k groups reach the k-th greatest of them), so
+// that histograms of 2048 bins over the range that can still hold it count little more than k keys, at most three
+// times; a prefix count gives the ids. Nothing is binned by value alone and nothing is dropped: bounded passes over the
+// row, whatever it holds.
 //
 //   1 row of 32768 blocks: 8.4 MB of keys; 16.7 us, of which 13.5 are the selection, by one block
 //   32 rows: 268 MB, 62 us at 4.3 TB/s; 103 us
@@ -55,19 +57,19 @@ constexpr int64_t kStreamBytes = int64_t{kTileRows} * kCandidates * 8;  // lists
 enum class Method : int32_t { stored, streaming };
 
 struct SelectParams {
-  const void* index_q;       // bfloat16 [rows, heads, dim]
-  const void* pool;          // [layers, pages, page_blocks, dim]: bfloat16, or e4m3 bits
-  const int32_t* layer;      // one, on the device
-  const int32_t* page_table; // [requests, request_pages]
-  const int32_t* request;    // [rows]
-  const int32_t* position;   // [rows]; -1: no row, its ids are -1
-  int32_t* ids;              // [rows, k]
+  const void* index_q;        // bfloat16 [rows, heads, dim]
+  const void* pool;           // [layers, pages, page_blocks, dim]: bfloat16, or e4m3 bits
+  const int32_t* layer;       // one, on the device
+  const int32_t* page_table;  // [requests, request_pages]
+  const int32_t* request;     // [rows]
+  const int32_t* position;    // [rows]; -1: no row, its ids are -1
+  int32_t* ids;               // [rows, k]
   void* scratch;
   int64_t scratch_bytes;
   int32_t rows, heads, dim, k;
   int32_t layers, pages, page_blocks, requests, request_pages;
-  int32_t ratio, blocks;     // blocks: bound of a row's visible blocks, within the page table
-  int32_t longest;           // bound of neighbouring rows of one request
+  int32_t ratio, blocks;  // blocks: bound of a row's visible blocks, within the page table
+  int32_t longest;        // bound of neighbouring rows of one request
   bool e4m3;
   Method method;
 };
@@ -79,8 +81,8 @@ cudaError_t launch_select(const SelectParams& p, cudaStream_t stream);
 cudaError_t launch_stored(const SelectParams& p, cudaStream_t stream);
 cudaError_t launch_streaming(const SelectParams& p, cudaStream_t stream);
 
-// The selection alone: rows of given scores >= +0, `stride` (a multiple of 4) apart, of which a row at position p sees the first
-// min((p + 1) / ratio, blocks).
+// The selection alone: rows of given scores >= +0, `stride` (a multiple of 4) apart, of which a row at position p sees
+// the first min((p + 1) / ratio, blocks).
 struct ScoredRows {
   const float* scores;
   int64_t stride;

@@ -1,9 +1,9 @@
-// The exact top k of a row: order of scores, search for the cut, places of what is kept. Written once for the GPU and the
-// host (tests/native/qsa_select_twin.cc). A team is what searches together: the lanes of a warp over a list of candidates,
-// the threads of a block over a row of scores (select_lanes.cuh), one thread on the host.
+// The exact top k of a row: order of scores, search for the cut, places of what is kept. Written once for the GPU and
+// the host (tests/native/qsa_select_twin.cc). A team is what searches together: the lanes of a warp over a list of
+// candidates, the threads of a block over a row of scores (select_lanes.cuh), one thread on the host.
 //
-// A score is a sum of positive parts, so never negative nor -0, and its bits order as it does: they are its key. NaN, of
-// which there is one (0x7FFFFFFF, max.NaN's), is above infinity, as in XLA's sort.
+// A score is a sum of positive parts, so never negative nor -0, and its bits order as it does: they are its key. NaN,
+// of which there is one (0x7FFFFFFF, max.NaN's), is above infinity, as in XLA's sort.
 #pragma once
 
 #include <cstdint>
@@ -86,18 +86,16 @@ struct Found {
   int32_t above, inside;  // keys of higher digits, of this one
 };
 
-// The cut that keeps `wanted` of a team's more than `enough` keys, or sooner any number up to `enough`. The team's first
-// range ends at its greatest key and begins at one that at least `wanted` keys reach. Each pass over the keys narrows it
-// by kDigitBits bits, so their number is bounded, however alike the keys are.
+// The cut that keeps `wanted` of a team's more than `enough` keys, or sooner any number up to `enough`. The team's
+// first range ends at its greatest key and begins at one that at least `wanted` keys reach. Each pass over the keys
+// narrows it by kDigitBits bits, so their number is bounded, however alike the keys are.
 template <class Team>
 JAXCP_BOTH Cut find_cut(Team& team, int32_t wanted, int32_t enough) {
   Range range = team.range(wanted);
   while (range.low < range.high) {
     const int shift = range.shift(Team::kDigitBits);
     team.clear_bins();
-    team.each([&](uint32_t key) {
-      team.count_if(range.has(key), (key - range.low) >> shift);
-    });
+    team.each([&](uint32_t key) { team.count_if(range.has(key), (key - range.low) >> shift); });
     const Found found = team.find(range.wanted);
     range.narrow(Team::kDigitBits, found.digit, found.above);
     if (wanted - range.wanted + found.inside <= enough) return {range.low - 1, 0};  // low > 0: some keys are below

@@ -1,5 +1,5 @@
-// FlashInfer's top-k (flashinfer/topk.cuh of an installed flashinfer-python 0.7.4) over rows of scores: a second opinion, and
-// the peer in benchmarks. Exact, ascending ids, ties to the smaller id, -1 behind.
+// FlashInfer's top-k (flashinfer/topk.cuh of an installed flashinfer-python 0.7.4) over rows of scores: a second
+// opinion, and the peer in benchmarks. Exact, ascending ids, ties to the smaller id, -1 behind.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -32,7 +32,8 @@ __device__ __forceinline__ Found find_among(const uint32_t* bins, uint32_t top, 
   Found found{top, above, static_cast<int32_t>(bins[top])};
 #pragma unroll
   for (int i = 1; i < kMine; ++i) {
-    if (found.above + found.inside < wanted) found = {top - i, found.above + found.inside, static_cast<int32_t>(bins[top - i])};
+    if (found.above + found.inside < wanted)
+      found = {top - i, found.above + found.inside, static_cast<int32_t>(bins[top - i])};
   }
   return found;
 }
@@ -65,7 +66,10 @@ struct Lanes {
   }
   __device__ void count_if(bool condition, uint32_t digit) const {
     const auto bin = static_cast<uint32_t>(__cvta_generic_to_shared(bins)) + 4 * digit;
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %0, 0; @p red.shared.add.u32 [%1], 1;}" ::"r"(static_cast<uint32_t>(condition)), "r"(bin) : "memory");
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %0, 0; @p red.shared.add.u32 [%1], 1;}" ::"r"(static_cast<uint32_t>(condition)),
+        "r"(bin)
+        : "memory");
   }
   __device__ Found find(int32_t wanted) const {
     __syncwarp();
@@ -76,7 +80,8 @@ struct Lanes {
     const int32_t upto = warp.sum_upto(mine);
     const int owner = __ffs(static_cast<int>(warp.ballot(upto >= wanted))) - 1;
     const Found found = find_among<kMine>(bins, top, upto - mine, wanted);
-    return {__shfl_sync(Warp::kAll, found.digit, owner), __shfl_sync(Warp::kAll, found.above, owner), __shfl_sync(Warp::kAll, found.inside, owner)};
+    return {__shfl_sync(Warp::kAll, found.digit, owner), __shfl_sync(Warp::kAll, found.above, owner),
+            __shfl_sync(Warp::kAll, found.inside, owner)};
   }
 };
 
@@ -116,12 +121,13 @@ struct Block {
     if (thread < n % 4) f(0, __ldg(scores + 4 * whole + thread));
   }
 
-  // If `wanted` groups have a greatest key of at least x, so many keys are at least x: the greatest keys of groups bound
-  // the cut from below, and closely, so that only some more than `wanted` keys are ever counted.
+  // If `wanted` groups have a greatest key of at least x, so many keys are at least x: the greatest keys of groups
+  // bound the cut from below, and closely, so that only some more than `wanted` keys are ever counted.
   __device__ Range range(int32_t wanted) {
     uint32_t most[4] = {};
     groups([&](int group, uint32_t key) { most[group] = max(most[group], key); });
-    Range range{min(min(most[0], most[1]), min(most[2], most[3])), max(max(most[0], most[1]), max(most[2], most[3])), wanted};
+    Range range{min(min(most[0], most[1]), min(most[2], most[3])), max(max(most[0], most[1]), max(most[2], most[3])),
+                wanted};
     extremes(range.low, range.high);
     if (kGroups < wanted) return {0, range.high, wanted};
     if (range.low == range.high) return range;

@@ -1,14 +1,14 @@
 // Scores of 8 query rows a warp against the keys of one request: keys through shared memory, products by mma.sync.
 //
-// An m16n8k16 product holds 8 rows x 2 heads (row g of the fragment: query row g of the even head, row g + 8: of the odd
-// one), so that one thread has all heads of a (row, key) pair and sums them in order of heads. Which key a column of B is
-// does not matter to the product: tile j's column n is key 2 kTiles (n / 2) + 2 j + n % 2 of a step, which gives each
-// thread 2 kTiles neighbouring keys of its row.
+// An m16n8k16 product holds 8 rows x 2 heads (row g of the fragment: query row g of the even head, row g + 8: of the
+// odd one), so that one thread has all heads of a (row, key) pair and sums them in order of heads. Which key a column
+// of B is does not matter to the product: tile j's column n is key 2 kTiles (n / 2) + 2 j + n % 2 of a step, which
+// gives each thread 2 kTiles neighbouring keys of its row.
 //
 // Keys lie in shared memory a row after the other, padded by 16 bytes, and by 32 more per 8 rows: the 8 rows that one
 // ldmatrix phase reads (0, 1, 8, 9, 16, ... or 0, 1, 4, 5, 8, ...) fall on all 8 groups of 4 banks. Four producer warps
-// copy a stage of 64 keys, 16 bytes a lane (a bulk copy per key takes some 60 clocks, four times what the products need);
-// warps wait and release by mbarriers and are otherwise independent.
+// copy a stage of 64 keys, 16 bytes a lane (a bulk copy per key takes some 60 clocks, four times what the products
+// need); warps wait and release by mbarriers and are otherwise independent.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,9 +28,9 @@ template <int kHeadTiles_, int kDim_, bool kE4m3_>
 struct Shape {
   static constexpr int kHeadTiles = kHeadTiles_, kDim = kDim_;  // two heads a tile
   static constexpr bool kE4m3 = kE4m3_;
-  static constexpr int kSteps = kDim / 16;                      // products along the dimension
-  static constexpr int kTiles = kHeadTiles == 2 ? 4 : 2;           // tiles of 8 keys at once: what registers hold
-  static constexpr int kScores = 2 * kTiles;                    // neighbouring keys of a thread
+  static constexpr int kSteps = kDim / 16;                // products along the dimension
+  static constexpr int kTiles = kHeadTiles == 2 ? 4 : 2;  // tiles of 8 keys at once: what registers hold
+  static constexpr int kScores = 2 * kTiles;              // neighbouring keys of a thread
   static constexpr int kStepKeys = 8 * kTiles;
   static constexpr int kRowBytes = kDim * (kE4m3 ? 1 : 2);
   static constexpr int kStride = kRowBytes + 16;
@@ -74,7 +74,9 @@ inline int multiprocessors() {
   return std::max(count, 1);
 }
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 
 // Stages of shared memory between the producer and the warps that read them; all count the tiles that went through.
 struct Stages {
@@ -102,7 +104,8 @@ struct Stages {
   __device__ void wait_empty(uint32_t tile) const { wait(empty[tile % kStages], tile / kStages % 2 ^ 1); }
   // Arrives when this thread's copies so far have.
   __device__ void fill(uint32_t tile) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&full[tile % kStages])) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&full[tile % kStages]))
+                 : "memory");
   }
   // By every thread that has read: one lane for its warp would do, and is no faster, but racecheck does not follow it.
   __device__ void release(uint32_t tile) {
@@ -116,8 +119,8 @@ __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.
 
 // Where the keys of one request lie.
 struct Keys {
-  const uint8_t* pool;        // of the layer
-  const int32_t* pages;       // of the request
+  const uint8_t* pool;   // of the layer
+  const int32_t* pages;  // of the request
   int32_t page_blocks, page_count;
 
   __device__ Keys(const SelectParams& p, int32_t request, int row_bytes) {
@@ -136,10 +139,11 @@ __device__ __forceinline__ void copy_unit(uint32_t to, const uint8_t* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The producer warps: copy blocks first ... limit - 1, a tile of kStageKeys after the other, 16 keys a warp. Keys behind
-// the limit are copies of the last one, which nobody uses. Lanes look up a key each, a tile ahead.
+// The producer warps: copy blocks first ... limit - 1, a tile of kStageKeys after the other, 16 keys a warp. Keys
+// behind the limit are copies of the last one, which nobody uses. Lanes look up a key each, a tile ahead.
 template <class S>
-__device__ void produce(Stages& stages, const uint8_t* buffers, uint32_t& tile, const Keys& keys, int32_t first, int32_t limit) {
+__device__ void produce(Stages& stages, const uint8_t* buffers, uint32_t& tile, const Keys& keys, int32_t first,
+                        int32_t limit) {
   constexpr int kMine = kStageKeys / kProducers, kUnits = S::kRowBytes / 16, kAtOnce = 32 / kUnits;
   static_assert(kMine == 16 && 8 % kAtOnce == 0);
   const int lane = threadIdx.x % 32, first_key = (threadIdx.x / 32 - kWarps) * kMine;
@@ -198,17 +202,19 @@ template <class S>
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (S::kE4m3) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
 }
 
 __device__ __forceinline__ void load_matrices(uint32_t (&b)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+               : "r"(address));
 }
 
 // Two e4m3 as two float16, exactly.
@@ -298,7 +304,8 @@ struct TileRows {
     which = of(request, __ffsll(static_cast<long long>(pending)) - 1);
     active = pending & both(request[0] == which, request[1] == which);
     pending &= ~active;
-    const int32_t low = active >> warp.lane & 1 ? visible[0] : 0, high = active >> (warp.lane + 32) & 1 ? visible[1] : 0;
+    const int32_t low = active >> warp.lane & 1 ? visible[0] : 0,
+                  high = active >> (warp.lane + 32) & 1 ? visible[1] : 0;
     limit = warp.max(max(low, high));
     return true;
   }

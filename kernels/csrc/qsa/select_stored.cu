@@ -22,7 +22,8 @@ struct Part {
 };
 
 template <class S>
-__device__ void store_part(const SelectParams& p, const Share& share, const Part& part, Stages& stages, const uint8_t* buffers) {
+__device__ void store_part(const SelectParams& p, const Share& share, const Part& part, Stages& stages,
+                           const uint8_t* buffers) {
   const bool in_turns = share.tile_rows == kWarpRows;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row = (in_turns ? 0 : warp * kWarpRows) + lane / 4;
@@ -43,7 +44,8 @@ __device__ void store_part(const SelectParams& p, const Share& share, const Part
         sums.multiply_by(q, keys + S::key_offset(step));
         if (seen == 0) continue;
 #pragma unroll
-        for (int i = 0; i < S::kScores; i += 2) *reinterpret_cast<float2*>(out + base + step + i) = make_float2(sums.score(i), sums.score(i + 1));
+        for (int i = 0; i < S::kScores; i += 2)
+          *reinterpret_cast<float2*>(out + base + step + i) = make_float2(sums.score(i), sums.score(i + 1));
       }
       stages.release(sequence);
     }
@@ -51,7 +53,8 @@ __device__ void store_part(const SelectParams& p, const Share& share, const Part
 }
 
 template <class S>
-__global__ void __launch_bounds__(kThreads, 1) store_scores(const __grid_constant__ SelectParams p, const __grid_constant__ Share share) {
+__global__ void __launch_bounds__(kThreads, 1)
+    store_scores(const __grid_constant__ SelectParams p, const __grid_constant__ Share share) {
   extern __shared__ __align__(128) uint8_t buffers[];
   __shared__ Stages stages;
   const Part part(share);
@@ -64,7 +67,8 @@ __global__ void __launch_bounds__(kThreads, 1) store_scores(const __grid_constan
     TileRows tile(p, part.first_row, part.rows);
     uint32_t sequence = 0;
     while (tile.next()) {
-      produce<S>(stages, buffers, sequence, Keys(p, tile.which, S::kRowBytes), part.first_key, min(tile.limit, part.first_key + share.keys));
+      produce<S>(stages, buffers, sequence, Keys(p, tile.which, S::kRowBytes), part.first_key,
+                 min(tile.limit, part.first_key + share.keys));
     }
   }
 }
@@ -72,7 +76,8 @@ __global__ void __launch_bounds__(kThreads, 1) store_scores(const __grid_constan
 // A row's selection, by one block. Each warp has a contiguous part of the row: what it keeps follows what the warps
 // before it keep.
 template <int kBlockThreads>
-__global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads) top_blocks(const __grid_constant__ ScoredRows r) {
+__global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
+    top_blocks(const __grid_constant__ ScoredRows r) {
   __shared__ typename Block<kBlockThreads>::Shared shared;
   int32_t* const ids = r.ids + int64_t{blockIdx.x} * r.k;
   const int32_t n = min((__ldg(r.position + blockIdx.x) + 1) / r.ratio, r.blocks);
@@ -146,8 +151,14 @@ cudaError_t launch_stored(const SelectParams& p, cudaStream_t stream) {
       return cudaGetLastError();
     });
     if (launched != cudaSuccess) return launched;
-    const ScoredRows scored{share.scores, share.stride, p.position + share.first_row, p.ids + int64_t{share.first_row} * p.k,
-                            share.rows, p.k, p.ratio, p.blocks};
+    const ScoredRows scored{share.scores,
+                            share.stride,
+                            p.position + share.first_row,
+                            p.ids + int64_t{share.first_row} * p.k,
+                            share.rows,
+                            p.k,
+                            p.ratio,
+                            p.blocks};
     if (const cudaError_t error = launch_top_blocks(scored, stream); error != cudaSuccess) return error;
   }
   return cudaSuccess;

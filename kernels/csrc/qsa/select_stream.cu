@@ -19,7 +19,8 @@ struct Row {
   int32_t visible = 0;
 };
 
-// Puts `c` there and moves on, if the bit is set: predicated, since as a branch some lane of a warp nearly always takes it.
+// Puts `c` there and moves on, if the bit is set: predicated, since as a branch some lane of a warp nearly always takes
+// it.
 __device__ __forceinline__ void push_if(uint32_t bit, Candidate*& to, Candidate c) {
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -31,8 +32,8 @@ __device__ __forceinline__ void push_if(uint32_t bit, Candidate*& to, Candidate 
       : "memory");
 }
 
-// Appends those of this thread's scores of the step from key `step` on that beat the threshold, in order of ids over the
-// row's threads.
+// Appends those of this thread's scores of the step from key `step` on that beat the threshold, in order of ids over
+// the row's threads.
 template <class S>
 __device__ __forceinline__ void append(Row& row, const Sums<S>& sums, int32_t step) {
   constexpr int kScores = S::kScores;
@@ -65,7 +66,8 @@ struct Loaded {
   int32_t left;           // places from there on
   int32_t key[kPerLane];
 
-  __device__ Loaded(const Candidate* list, int32_t count) : mine(list + threadIdx.x % 32), left(count - static_cast<int32_t>(threadIdx.x % 32)) {
+  __device__ Loaded(const Candidate* list, int32_t count)
+      : mine(list + threadIdx.x % 32), left(count - static_cast<int32_t>(threadIdx.x % 32)) {
     __syncwarp();  // what other lanes appended is there
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) key[j] = j * 32 < left ? mine[j * 32].key : -1;
@@ -140,8 +142,8 @@ struct Turns {
 
 // One request's rows of a tile: a warp's 8 against all keys.
 template <class S>
-__device__ __forceinline__ void stream_rows(Row& row, int32_t limit, const QueryTile<S>& q, int32_t k, Stages& stages, const uint8_t* buffers,
-                                            uint32_t* bins, uint32_t& sequence) {
+__device__ __forceinline__ void stream_rows(Row& row, int32_t limit, const QueryTile<S>& q, int32_t k, Stages& stages,
+                                            const uint8_t* buffers, uint32_t* bins, uint32_t& sequence) {
   const int32_t needed = Warp().max(row.visible);
   for (int32_t base = 0; base < limit; base += kStageKeys, ++sequence) {
     stages.wait_full(sequence);
