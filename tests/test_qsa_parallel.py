@@ -62,14 +62,6 @@ def no_attention(q, blocks, cache, layer, queries, config):
     return Partial(jnp.zeros_like(q), jnp.zeros(q.shape[:2]), LogBase.TWO)
 
 
-@pytest.fixture
-def spied(monkeypatch):
-    monkeypatch.setitem(SELECT, "scores", Implementation(score_bits))
-    monkeypatch.setitem(ATTEND, "scores", Implementation(no_attention))
-    for module in (forward, parallel):
-        monkeypatch.setattr(module, "prepare", unchanged)
-
-
 def unchanged(params, of, angles):
     """In place of norms and rotations: the products, in shape."""
     c = params.config
@@ -97,12 +89,21 @@ def ranks_mix(mesh, plan, schedule, implementation):
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), rows, P(), P(), P()), out_specs=(rows, P(), rows)))
 
 
-def compare_mixes(cp, schedule="overlapped", implementation="xla", cases=None, **options):
+@pytest.fixture
+def compare(monkeypatch):
+    return functools.partial(compare_mixes, monkeypatch)
+
+
+def compare_mixes(monkeypatch, cp, schedule="overlapped", implementation="xla", cases=None, **options):
     """Both from the same projected rows: caches, selections or scores bit for bit, on every device; outputs close.
 
     Bits of a matrix product or a fused norm depend on how many rows it has, so rows are projected once for both.
     """
     plain, ranks, x = both(cp, cases, **options)
+    monkeypatch.setitem(SELECT, "scores", Implementation(score_bits))
+    monkeypatch.setitem(ATTEND, "scores", Implementation(no_attention))
+    for module in (forward, parallel):
+        monkeypatch.setattr(module, "prepare", unchanged)
     plan, total = ranks.plan(x), sum(map(len, x.values()))
     of = jax.jit(products)(plain.params, plan.pad(np.concatenate(list(x.values()))))
     bounds = {"context": plan.context, "longest": plan.rows, "implementation": implementation}
@@ -118,40 +119,34 @@ def compare_mixes(cp, schedule="overlapped", implementation="xla", cases=None, *
     qsa.check(cache)
 
 
-@pytest.mark.usefixtures("spied")
 @pytest.mark.parametrize("layout", ["zigzag", "interleave"])
 @pytest.mark.parametrize("cp", [pytest.param(2, marks=pytest.mark.slow), 4, 8])
-def test_caches_and_selections_are_those_of_one_device(cp, layout):
-    compare_mixes(cp, layout=layout)
+def test_caches_and_selections_are_those_of_one_device(compare, cp, layout):
+    compare(cp, layout=layout)
 
 
-@pytest.mark.usefixtures("spied")
 @pytest.mark.parametrize("layout", ["zigzag", pytest.param("interleave", marks=pytest.mark.slow)])
-def test_what_selection_chooses_from_is_that_of_one_device(layout):
-    compare_mixes(4, layout=layout, implementation="scores")
+def test_what_selection_chooses_from_is_that_of_one_device(compare, layout):
+    compare(4, layout=layout, implementation="scores")
 
 
-@pytest.mark.usefixtures("spied")
 @pytest.mark.parametrize("schedule", ["inline", "kv_first"])
-def test_schedules_change_no_bit(schedule):
-    compare_mixes(4, schedule)
+def test_schedules_change_no_bit(compare, schedule):
+    compare(4, schedule)
 
 
-@pytest.mark.usefixtures("spied")
 @pytest.mark.parametrize("cp", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_compressed_index_keys_change_no_bit(cp):
-    compare_mixes(cp, cases=[(8, 16 * cp), (0, 8 * cp), (64, 0), (12, 8 * cp)], index_keys="compressed")
+def test_compressed_index_keys_change_no_bit(compare, cp):
+    compare(cp, cases=[(8, 16 * cp), (0, 8 * cp), (64, 0), (12, 8 * cp)], index_keys="compressed")
 
 
-@pytest.mark.usefixtures("spied")
-def test_compressed_keys_of_requests_shorter_than_the_ring():
+def test_compressed_keys_of_requests_shorter_than_the_ring(compare):
     """A request's ring spans several ranks: 2 cp blocks of 4 tokens, and rings of 10."""
-    compare_mixes(2, cases=[(0, 16), (4, 16), (0, 32)], index_keys="compressed")
+    compare(2, cases=[(0, 16), (4, 16), (0, 32)], index_keys="compressed")
 
 
-@pytest.mark.usefixtures("spied")
-def test_float8_rows_travel_as_stored():
-    compare_mixes(4, kv_dtype="float8_e4m3fn", cases=[(9, 40), (0, 21)])
+def test_float8_rows_travel_as_stored(compare):
+    compare(4, kv_dtype="float8_e4m3fn", cases=[(9, 40), (0, 21)])
 
 
 @pytest.mark.parametrize(("cp", "layout"), [(4, "zigzag"), pytest.param(8, "interleave", marks=pytest.mark.slow)])
