@@ -288,5 +288,5 @@ def test_without_a_gpu():
 def test_measures_on_a_gpu():
     record = run.run([run.SHARES[0]], models=("random",), repeat=3)
     [case] = record["cases"]
-    assert not case["left_out"]
+    assert case["left_out"].keys() <= {"FlashInfer top-k", "selection by flashinfer"}  # an extra
     assert all(f["us"] > 1 for f in case["figures"])

@@ -146,7 +146,8 @@ def _prefill_once(params: qsa.Params, x: Array) -> tuple[np.ndarray, np.ndarray]
     """(y, selected blocks) of all rows as one chunk."""
     cache = _cache(params.config, len(x))
     plan = qsa.plan([len(x)], cache=cache)
-    y, cache, blocks = qsa.prefill(params, plan.pad(x), cache, plan, return_selection=True)
+    result = qsa.prefill(params, plan.pad(x), cache, plan, return_selection=True)
+    y, cache, blocks = result  # pyright: ignore[reportAssignmentType]
     qsa.check(cache)
     return np.asarray(y[: len(x)]), np.asarray(blocks[: len(x)])
 
@@ -161,11 +162,12 @@ def _decode_two(params: qsa.Params, x: Array, short: int) -> tuple[np.ndarray, n
     cache = _cache(params.config, len(x))
     for request, prefix in enumerate(lengths - DECODED):
         plan = qsa.plan([prefix], requests=[request], cache=cache)
-        _, cache = qsa.prefill(params, plan.pad(x[:prefix]), cache, plan)
+        _, cache = qsa.prefill(params, plan.pad(x[:prefix]), cache, plan)  # pyright: ignore[reportAssignmentType]
     y, blocks = [], []
     for length in range(len(x) - DECODED + 1, len(x) + 1):
         held = lengths - len(x) + length
-        out, cache, chosen = qsa.decode(params, x[held - 1], cache, held, return_selection=True)
+        result = qsa.decode(params, x[held - 1], cache, held, return_selection=True)
+        out, cache, chosen = result  # pyright: ignore[reportAssignmentType]
         y.append(np.asarray(out))
         blocks.append(np.asarray(chosen[0]))
     qsa.check(cache)

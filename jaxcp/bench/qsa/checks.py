@@ -33,8 +33,8 @@ SCORE_TOLERANCE = 1e-5
 
 def selection(what: str, inputs: Inputs, blocks: Array) -> None:
     """Raises unless sampled rows hold the right number of ids in ascending order, and no better block was left out."""
-    sample, blocks, config = _sample(inputs), np.asarray(blocks[_sample(inputs)]), inputs.config
-    for row, ids, score in zip(sample, blocks, np.asarray(_scores_of(inputs, sample)), strict=True):
+    sample, config = _sample(inputs), inputs.config
+    for row, ids, score in zip(sample, np.asarray(blocks[sample]), np.asarray(_scores_of(inputs, sample)), strict=True):
         visible = (inputs.case.positions[row] + 1) // config.ratio
         count = min(visible, config.selected_blocks)
         chosen = ids[:count]
@@ -129,8 +129,8 @@ def _attend_all(q, k, v, count, scale: float):
 
 
 def _compare(what: str, inputs: Inputs, got: Array, want: Array) -> None:
-    want = np.asarray(want, np.float64)
-    error = np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max()
+    exact = np.asarray(want, np.float64)
+    error = np.abs(np.asarray(got, np.float64) - exact).max() / np.abs(exact).max()
     bound = TOLERANCE[inputs.params.dtype.name]
     if not error <= bound:
         raise _wrong(what, inputs, f"error {error:.3g}; expected <= {bound:.3g}")

@@ -72,7 +72,7 @@ def layer(inputs: Inputs, implementation: str = "auto") -> Program:
         lengths = jnp.full(case.requests, case.keys, jnp.int32)
 
         def run_decode(cache, params, x, lengths):
-            y, cache, blocks = qsa.decode(params, x, cache, lengths, **options)
+            y, cache, blocks = qsa.decode(params, x, cache, lengths, **options)  # pyright: ignore[reportAssignmentType]
             return cache, (y, blocks)
 
         return Program(run_decode, (_copy(inputs.cache), inputs.params, inputs.x, lengths), carried=1)
@@ -80,7 +80,7 @@ def layer(inputs: Inputs, implementation: str = "auto") -> Program:
     plan = qsa.plan(lengths, [case.keys - case.each] * case.requests, cache=inputs.cache, min_context=case.keys)
 
     def run_prefill(cache, params, x, plan):
-        y, cache, blocks = qsa.prefill(params, x, cache, plan, **options)
+        y, cache, blocks = qsa.prefill(params, x, cache, plan, **options)  # pyright: ignore[reportAssignmentType]
         return cache, (y, blocks)
 
     return Program(run_prefill, (_copy(inputs.cache), inputs.params, plan.pad(inputs.x), plan), carried=1)

@@ -82,7 +82,7 @@ def _mib(figure: dict[str, Any] | None) -> str:
 
 
 def _with_floor(figure: dict[str, Any] | None, us_per_unit: float) -> str:
-    return _cell(figure, us_per_unit, figure and f"{next(iter(figure['of_floor'].values())):.2g}×")
+    return _cell(figure, us_per_unit, f"{next(iter(figure['of_floor'].values())):.2g}×" if figure else None)
 
 
 def _cell(figure: dict[str, Any] | None, us_per_unit: float, note: str | None = None) -> str:
