@@ -133,4 +133,5 @@ def attend_cuda(
         ratio=np.int64(config.ratio), tile_rows=np.int64(work.tile_rows), splits=np.int64(work.splits),
         slice=np.int64(work.slice), scale_log2e=np.float32(config.scale * math.log2(math.e)),
     )  # fmt: skip
-    return Partial(*lax.optimization_barrier((o, lse)), LogBase.TWO)
+    o, lse = lax.optimization_barrier((o, lse))
+    return Partial(o, lse, LogBase.TWO)
