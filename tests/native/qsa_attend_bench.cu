@@ -1,4 +1,5 @@
-// Times of sparse attention on one GPU, a line of JSON per measurement. Usage: qsa_attend_bench [prefill|decode|short|profile]
+// Times of sparse attention on one GPU, a line of JSON per measurement. Usage: qsa_attend_bench
+// [prefill|decode|short|profile]
 #include <algorithm>
 #include <cstring>
 
@@ -40,7 +41,8 @@ double microseconds(Call call, int repeats, int launches = 7) {
 
 Slice whole(const AttendParams& p) {
   Slice slice{};
-  slice.count = p.rows, slice.tiles = static_cast<int32_t>((p.rows + p.tile_rows - 1) / p.tile_rows), slice.lists = p.scratch;
+  slice.count = p.rows, slice.tiles = static_cast<int32_t>((p.rows + p.tile_rows - 1) / p.tile_rows),
+  slice.lists = p.scratch;
   return slice;
 }
 
@@ -61,10 +63,13 @@ void prefill(int rows, int keys, Choice choice, bool peers) {
     alone = microseconds([&](cudaStream_t s) { CHECK(launch_attend(p, s)); }, repeats);
     problem.judge_results("bench, rows alone", std::max(1, rows / 64));
   }
-  std::printf("{\"rows\": %d, \"keys\": %d, \"choice\": \"%s\", \"union_tokens_per_row\": %.0f, \"ms\": %.3f, \"lists_ms\": %.4f, "
-              "\"gathered_tb_s\": %.2f, \"mma_tflop_s\": %.0f, \"portable_ms\": %.3f, \"rows_alone_ms\": %.3f, \"tile_rows\": %d}\n",
-              rows, keys, name(choice), per_row, all * 1e-3, lists * 1e-3, tokens * 2048 / all * 1e-6,
-              tokens * 131072 / all * 1e-6, portable * 1e-3, alone * 1e-3, tile_rows);
+  std::printf(
+      "{\"rows\": %d, \"keys\": %d, \"choice\": \"%s\", \"union_tokens_per_row\": %.0f, \"ms\": %.3f, \"lists_ms\": "
+      "%.4f, "
+      "\"gathered_tb_s\": %.2f, \"mma_tflop_s\": %.0f, \"portable_ms\": %.3f, \"rows_alone_ms\": %.3f, \"tile_rows\": "
+      "%d}\n",
+      rows, keys, name(choice), per_row, all * 1e-3, lists * 1e-3, tokens * 2048 / all * 1e-6,
+      tokens * 131072 / all * 1e-6, portable * 1e-3, alone * 1e-3, tile_rows);
   std::fflush(stdout);
 }
 
@@ -89,7 +94,8 @@ void decode(int requests, int keys, int splits) {
     problems.back().configure(1, splits, requests);
   }
   size_t turn = 0;
-  const double us = microseconds([&](cudaStream_t s) { CHECK(launch_attend(problems[turn++ % problems.size()].p, s)); }, 24);
+  const double us =
+      microseconds([&](cudaStream_t s) { CHECK(launch_attend(problems[turn++ % problems.size()].p, s)); }, 24);
   for (const Problem& problem : problems) problem.judge_results("decode");
   const double parts = microseconds(
       [&](cudaStream_t s) {
@@ -100,8 +106,10 @@ void decode(int requests, int keys, int splits) {
         CHECK(launch_rows(problem.p, slice, s));
       },
       24);
-  std::printf("{\"requests\": %d, \"keys\": %d, \"splits\": %d, \"us\": %.2f, \"without_merge_us\": %.2f, \"read_tb_s\": %.2f}\n",
-              requests, keys, splits, us, parts, requests * 2050.0 * 2048 / us * 1e-6);
+  std::printf(
+      "{\"requests\": %d, \"keys\": %d, \"splits\": %d, \"us\": %.2f, \"without_merge_us\": %.2f, \"read_tb_s\": "
+      "%.2f}\n",
+      requests, keys, splits, us, parts, requests * 2050.0 * 2048 / us * 1e-6);
   std::fflush(stdout);
 }
 

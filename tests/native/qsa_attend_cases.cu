@@ -19,7 +19,8 @@ void call(const Problem& problem, Kernel kernel = Kernel::chosen) {
   Slice slice{};
   slice.count = p.rows, slice.tiles = static_cast<int32_t>((p.rows + p.tile_rows - 1) / p.tile_rows);
   slice.lists = p.scratch;
-  if (p.slice < p.rows || p.splits > 1) throw std::runtime_error("the portable kernel is called for whole problems here");
+  if (p.slice < p.rows || p.splits > 1)
+    throw std::runtime_error("the portable kernel is called for whole problems here");
   CHECK(launch_lists(p, slice, nullptr));
   CHECK(launch_portable(p, slice, nullptr));
 }
@@ -34,9 +35,9 @@ void run(Problem& problem, const std::string& what, Kernel kernel = Kernel::chos
 std::string describe(const Problem& problem) {
   const AttendParams& p = problem.p;
   const auto n = [](auto x) { return std::to_string(x); };
-  return std::string(name(problem.setup.choice)) + ", " + n(p.rows) + " rows, heads " + n(p.heads) + "/" + n(p.kv_heads) +
-         ", dim " + n(p.dim) + ", width " + n(p.width) + ", ratio " + n(p.ratio) + ", tile_rows " + n(p.tile_rows) +
-         ", splits " + n(p.splits);
+  return std::string(name(problem.setup.choice)) + ", " + n(p.rows) + " rows, heads " + n(p.heads) + "/" +
+         n(p.kv_heads) + ", dim " + n(p.dim) + ", width " + n(p.width) + ", ratio " + n(p.ratio) + ", tile_rows " +
+         n(p.tile_rows) + ", splits " + n(p.splits);
 }
 
 // All ways to compute one problem, judged row by row.
@@ -53,10 +54,11 @@ void every_way(Setup setup) {
   }
 }
 
-const std::vector<Run> kRagged = {{0, 300, 21},    {1, 0, 7, 2},     {2, 1021, 9}, {0, 321, 3}, {3, 2, 1, 1},
-                                  {4, 4095, 13, 6}, {5, 0, 1},        {6, 3, 1},    {7, 64, 2},  {5, 1, 2, 3}};
+const std::vector<Run> kRagged = {{0, 300, 21},     {1, 0, 7, 2}, {2, 1021, 9}, {0, 321, 3}, {3, 2, 1, 1},
+                                  {4, 4095, 13, 6}, {5, 0, 1},    {6, 3, 1},    {7, 64, 2},  {5, 1, 2, 3}};
 
-// Group sizes, dims, ratios and page sizes on ragged batches with padding, rows at positions 0 ... 3, tails of all lengths.
+// Group sizes, dims, ratios and page sizes on ragged batches with padding, rows at positions 0 ... 3, tails of all
+// lengths.
 void shapes() {
   const int heads[][2] = {{3, 3}, {8, 1}, {24, 2}, {32, 2}, {4, 2}, {64, 1}, {40, 2}};
   uint64_t seed = 10;
@@ -72,7 +74,8 @@ void shapes() {
 
 // What neighbouring rows share, from everything to nothing.
 void choices() {
-  for (const Choice choice : {Choice::random, Choice::same, Choice::shared, Choice::drift, Choice::loose, Choice::half, Choice::disjoint}) {
+  for (const Choice choice :
+       {Choice::random, Choice::same, Choice::shared, Choice::drift, Choice::loose, Choice::half, Choice::disjoint}) {
     every_way({{{0, 7001, 70}, {1, 2045, 43, 2}}, 24, 2, 256, 512, 4, 64, choice, 77});
   }
 }
@@ -138,8 +141,9 @@ void graphs() {
 void small() { every_way({{{0, 100, 11, 1}, {1, 0, 3}}, 24, 2, 256, 20, 4, 16, Choice::loose, 3}); }
 
 const std::pair<const char*, std::function<void()>> kCases[] = {
-    {"shapes", shapes},   {"choices", choices}, {"long_contexts", long_contexts}, {"nothing", nothing},
-    {"same_bits", same_bits}, {"graphs", graphs},   {"small", small}};
+    {"shapes", shapes},   {"choices", choices},     {"long_contexts", long_contexts},
+    {"nothing", nothing}, {"same_bits", same_bits}, {"graphs", graphs},
+    {"small", small}};
 
 }  // namespace
 }  // namespace jaxcp::qsa::test

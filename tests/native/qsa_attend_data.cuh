@@ -1,5 +1,5 @@
-// Inputs of sparse attention made on the device, and a float64 attention that judges its results there: a thread block per
-// row and head, straight from the definition, independent of the kernels' code.
+// Inputs of sparse attention made on the device, and a float64 attention that judges its results there: a thread block
+// per row and head, straight from the definition, independent of the kernels' code.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -57,9 +57,9 @@ __host__ __device__ inline uint32_t hashed(uint64_t seed, uint64_t a, uint64_t b
   return mixed(seed * 0x9E3779B97F4A7C15ull + a * 0xD1342543DE82EF95ull + b);
 }
 
-// How rows choose blocks. Models of neighbouring rows: runs of 32 rows share uniform scores, each adds uniform noise up to
-// `noise` of them; `random` is noise alone. `same`: no noise. `half`: every other block by noise alone. `disjoint`: row r
-// prefers blocks n with n mod 8 = r mod 8.
+// How rows choose blocks. Models of neighbouring rows: runs of 32 rows share uniform scores, each adds uniform noise up
+// to `noise` of them; `random` is noise alone. `same`: no noise. `half`: every other block by noise alone. `disjoint`:
+// row r prefers blocks n with n mod 8 = r mod 8.
 enum class Choice { random, same, shared, drift, loose, half, disjoint };
 inline const char* name(Choice choice) {
   const char* names[] = {"random", "same", "shared", "drift", "loose", "half", "disjoint"};
@@ -68,18 +68,26 @@ inline const char* name(Choice choice) {
 __device__ inline uint32_t score(Choice choice, uint64_t seed, int row, int block) {
   const uint32_t base = hashed(seed, 1'000'000 + row / 32, block) >> 8, noise = hashed(seed, row, block) >> 8;
   switch (choice) {
-    case Choice::random: return noise;
-    case Choice::same: return base;
-    case Choice::shared: return base + noise / 20;
-    case Choice::drift: return base + noise / 100 * 15;
-    case Choice::loose: return base + noise / 2;
-    case Choice::half: return block % 2 ? base : noise;
-    case Choice::disjoint: return (noise >> 1) + (block % 8 == row % 8 ? 1u << 24 : 0);
+    case Choice::random:
+      return noise;
+    case Choice::same:
+      return base;
+    case Choice::shared:
+      return base + noise / 20;
+    case Choice::drift:
+      return base + noise / 100 * 15;
+    case Choice::loose:
+      return base + noise / 2;
+    case Choice::half:
+      return block % 2 ? base : noise;
+    case Choice::disjoint:
+      return (noise >> 1) + (block % 8 == row % 8 ? 1u << 24 : 0);
   }
   return 0;
 }
 
-// The `width` blocks of largest score of each row (or all it sees), ascending, -1 behind. A block of 256 threads per row.
+// The `width` blocks of largest score of each row (or all it sees), ascending, -1 behind. A block of 256 threads per
+// row.
 __global__ void choose(Choice choice, uint64_t seed, const int32_t* position, int ratio, int width, int32_t* ids) {
   __shared__ int count;
   const int row = blockIdx.x, visible = (position[row] + 1) / ratio, wanted = min(width, visible);
@@ -109,7 +117,8 @@ __global__ void choose(Choice choice, uint64_t seed, const int32_t* position, in
 
 __global__ void fill_rows(__nv_bfloat16* rows, int64_t count, uint64_t seed, float scale) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
-    const float u = static_cast<int32_t>(hashed(seed, 7, i)) * 0x1p-31f, w = static_cast<int32_t>(hashed(seed, 8, i)) * 0x1p-31f;
+    const float u = static_cast<int32_t>(hashed(seed, 7, i)) * 0x1p-31f,
+                w = static_cast<int32_t>(hashed(seed, 8, i)) * 0x1p-31f;
     rows[i] = __float2bfloat16(scale * (u + w));
   }
 }
@@ -121,7 +130,8 @@ __global__ void fill_pool(__nv_bfloat16* pool, const int32_t* table, int table_w
   if (token >= length[request]) return;
   const int64_t place = int64_t{table[request * table_width + token / page_size]} * page_size + token % page_size;
   for (int64_t i = threadIdx.x; i < row; i += blockDim.x) {
-    const float u = static_cast<int32_t>(hashed(seed, place, i)) * 0x1p-31f, w = static_cast<int32_t>(hashed(seed + 1, place, i)) * 0x1p-31f;
+    const float u = static_cast<int32_t>(hashed(seed, place, i)) * 0x1p-31f,
+                w = static_cast<int32_t>(hashed(seed + 1, place, i)) * 0x1p-31f;
     pool[layer_offset + place * row + i] = __float2bfloat16(1.2f * (u + w));
   }
 }
@@ -144,8 +154,8 @@ __global__ void judge(AttendParams p, int every, Verdict* verdict) {
   const int tail = position < 0 ? 0 : (position + 1) % p.ratio, count = position < 0 ? 0 : chosen * p.ratio + tail;
   const auto* q = static_cast<const __nv_bfloat16*>(p.q) + (row * p.heads + head) * p.dim;
   const auto at = [&](int i) {
-    const int token = i < chosen * p.ratio ? ids[i / p.ratio] * p.ratio + i % p.ratio
-                                           : position + 1 - tail + i - chosen * p.ratio;
+    const int token =
+        i < chosen * p.ratio ? ids[i / p.ratio] * p.ratio + i % p.ratio : position + 1 - tail + i - chosen * p.ratio;
     const int page = p.page_table[int64_t{p.request[row]} * p.table_width + token / p.page_size];
     return (((*p.layer * p.pages + page) * p.page_size + token % p.page_size) * p.kv_heads + kv) * p.dim;
   };
@@ -162,7 +172,8 @@ __global__ void judge(AttendParams p, int every, Verdict* verdict) {
     const auto* k = static_cast<const __nv_bfloat16*>(p.k) + at(i);
     double s = 0;
     for (int d = 0; d < p.dim; ++d) {
-      s += double(__bfloat162float(__float2bfloat16(__bfloat162float(q[d]) * p.scale_log2e))) * double(__bfloat162float(k[d]));
+      s += double(__bfloat162float(__float2bfloat16(__bfloat162float(q[d]) * p.scale_log2e))) *
+           double(__bfloat162float(k[d]));
     }
     scores[i] = s;
     top = fmax(top, s);
@@ -192,10 +203,14 @@ __global__ void judge(AttendParams p, int every, Verdict* verdict) {
   if (threadIdx.x != 0) return;
   const double got = p.lse[row * p.heads + head], expected = count > 0 ? top + log2(weight) : -INFINITY;
   // fp32 sums of `dim` products: far below a token's share of the normaliser, so no token is missed or too many.
-  report(count == 0 ? (got == -INFINITY ? 0 : 1) : isnan(got) ? INFINITY : fabs(got - expected), count == 0 ? 0.5 : 5e-5);
+  report(count == 0   ? (got == -INFINITY ? 0 : 1)
+         : isnan(got) ? INFINITY
+                      : fabs(got - expected),
+         count == 0 ? 0.5 : 5e-5);
 }
 
-__global__ void count_differences(const uint32_t* a, const uint32_t* b, int64_t words, unsigned long long* differences) {
+__global__ void count_differences(const uint32_t* a, const uint32_t* b, int64_t words,
+                                  unsigned long long* differences) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < words; i += int64_t{gridDim.x} * blockDim.x) {
     if (a[i] != b[i]) atomicAdd(differences, 1ull);
   }
@@ -214,7 +229,8 @@ struct Setup {
   int layers = 2, layer = 1;
 };
 
-// A problem on the device. Everything that no row may attend to is NaN: the other layer, page 0, tokens behind a request.
+// A problem on the device. Everything that no row may attend to is NaN: the other layer, page 0, tokens behind a
+// request.
 class Problem {
  public:
   explicit Problem(const Setup& setup) : setup(setup) {
@@ -239,7 +255,8 @@ class Problem {
     request_ = Buffer<int32_t>(request), position_ = Buffer<int32_t>(position), table_ = Buffer<int32_t>(pages);
     layer_ = Buffer<int32_t>(std::vector<int32_t>{setup.layer});
     ids_ = Buffer<int32_t>(p.rows * p.width);
-    choose<<<static_cast<unsigned>(p.rows), 256>>>(setup.choice, setup.seed, position_.get(), p.ratio, p.width, ids_.get());
+    choose<<<static_cast<unsigned>(p.rows), 256>>>(setup.choice, setup.seed, position_.get(), p.ratio, p.width,
+                                                   ids_.get());
     const int64_t row = int64_t{p.kv_heads} * p.dim, layer = p.pages * p.page_size * row;
     q_ = Buffer<__nv_bfloat16>(p.rows * p.heads * p.dim), o_ = Buffer<__nv_bfloat16>(q_.size());
     lse_ = Buffer<float>(p.rows * p.heads);
@@ -283,9 +300,9 @@ class Problem {
     CHECK(cudaGetLastError());
     const Verdict v = verdict.host()[0];
     if (v.wrong == 0) return;
-    throw std::runtime_error(what + ": " + std::to_string(v.wrong) + " wrong numbers, e.g. row " + std::to_string(v.row) +
-                             " head " + std::to_string(v.head) + ": error " + std::to_string(v.error) + ", tolerance " +
-                             std::to_string(v.tolerance));
+    throw std::runtime_error(what + ": " + std::to_string(v.wrong) + " wrong numbers, e.g. row " +
+                             std::to_string(v.row) + " head " + std::to_string(v.head) + ": error " +
+                             std::to_string(v.error) + ", tolerance " + std::to_string(v.tolerance));
   }
 
   // Complete blocks and tails of all tiles, from the lists of the last slice.

@@ -1,5 +1,5 @@
-// The lists of sparse attention's tiles (kernels/csrc/qsa/attend_tile.h), step by step as the kernel takes them, against
-// what they mean: for every row, the tokens of its entries are those of its selection and its tail, each once.
+// The lists of sparse attention's tiles (kernels/csrc/qsa/attend_tile.h), step by step as the kernel takes them,
+// against what they mean: for every row, the tokens of its entries are those of its selection and its tail, each once.
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -77,7 +77,8 @@ const char* fault(const Tile& tile, const List& list) {
   for (int row = 0; row < rows; ++row) {
     std::vector<int64_t> want;
     const auto add = [&](int token) {
-      want.push_back(int64_t{tile.table[tile.request[row]][token / tile.page_size]} * tile.page_size + token % tile.page_size);
+      want.push_back(int64_t{tile.table[tile.request[row]][token / tile.page_size]} * tile.page_size +
+                     token % tile.page_size);
     };
     const int end = tile.position[row] + 1;
     for (const int id : tile.ids[row]) {
@@ -98,7 +99,8 @@ Tile random_tile(std::mt19937& random) {
   tile.ratio = 1 << below(4);
   tile.page_size = tile.ratio * (1 + below(6));
   tile.width = 1 + below(60);
-  const int rows = 1 + below(kMostRows), requests = 1 + below(3), context = below(2) ? 40 + below(200) : 90000 + below(5000);
+  const int rows = 1 + below(kMostRows), requests = 1 + below(3),
+            context = below(2) ? 40 + below(200) : 90000 + below(5000);
   tile.table_width = (context + tile.page_size - 1) / tile.page_size;
   std::vector<int32_t> pages(requests * tile.table_width);
   for (size_t i = 0; i < pages.size(); ++i) pages[i] = static_cast<int32_t>(i + 1);

@@ -33,7 +33,8 @@ cudaError_t launch_slice(const AttendParams& p, const Slice& slice, cudaStream_t
 
 const char* problem(const AttendParams& p) {
   if (p.rows < 0 || p.width < 1 || p.requests < 1 || p.table_width < 1) return "sizes must be positive";
-  if (p.kv_heads < 1 || p.heads < p.kv_heads || p.heads % p.kv_heads != 0) return "heads must be a multiple of kv_heads";
+  if (p.kv_heads < 1 || p.heads < p.kv_heads || p.heads % p.kv_heads != 0)
+    return "heads must be a multiple of kv_heads";
   if (p.dim != 64 && p.dim != 128 && p.dim != 256) return "dim must be 64, 128 or 256";
   if (p.ratio < 1 || (p.ratio & (p.ratio - 1)) != 0) return "ratio must be a power of two";
   if (p.page_size % p.ratio != 0) return "page_size must be a multiple of ratio";
@@ -45,8 +46,10 @@ const char* problem(const AttendParams& p) {
   if (p.splits > 1 && p.slice < p.rows) return "lists are cut only where one slice holds all rows";
   if (p.pages * p.blocks_per_page() > kMostSlots) return "a layer must have at most 2^24 blocks";
   if (p.rows * p.heads * (p.dim / 8) >= int64_t{1} << 32) return "queries must be below 64 GiB";
-  if (p.pages * p.page_size * p.kv_heads * (p.dim / 8) >= int64_t{1} << 32) return "a layer's keys must be below 64 GiB";
-  if (tiles_of(p, p.slice) * p.kv_heads * p.splits > kMostBlocks || p.rows * p.heads > kMostBlocks) return "too many rows";
+  if (p.pages * p.page_size * p.kv_heads * (p.dim / 8) >= int64_t{1} << 32)
+    return "a layer's keys must be below 64 GiB";
+  if (tiles_of(p, p.slice) * p.kv_heads * p.splits > kMostBlocks || p.rows * p.heads > kMostBlocks)
+    return "too many rows";
   if (p.scratch_size < scratch_words(p)) return "scratch is too small";
   return nullptr;
 }

@@ -152,7 +152,8 @@ cudaError_t load_lists() {
   cudaFuncAttributes attributes;
   cudaError_t error = cudaFuncGetAttributes(&attributes, build_lists);
   for (const int dim : {64, 128, 256}) {
-    if (error == cudaSuccess) error = with_dim(dim, [&](auto kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
+    if (error == cudaSuccess)
+      error = with_dim(dim, [&](auto kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
   }
   return error;
 }

@@ -1,8 +1,8 @@
 // Tiles where there is no warpgroup MMA: mma.sync, ldmatrix, cp.async.
 //
-// A block of SLICES * PARTS warps: warp (slice, part) computes 16 MMA rows over its part of every chunk's tokens, all dims.
-// Warps share the gathered chunk and nothing else until the end, where the parts are merged in shared memory. Ring of
-// kStages chunks: while one is computed the next kStages - 1 arrive; one barrier per chunk.
+// A block of SLICES * PARTS warps: warp (slice, part) computes 16 MMA rows over its part of every chunk's tokens, all
+// dims. Warps share the gathered chunk and nothing else until the end, where the parts are merged in shared memory.
+// Ring of kStages chunks: while one is computed the next kStages - 1 arrive; one barrier per chunk.
 #include "attend.h"
 #include "attend_mma.cuh"
 #include "attend_softmax.cuh"
@@ -49,7 +49,8 @@ __global__ __launch_bounds__(kThreads, 1) void attend_portable(const AttendParam
   const auto issue = [&](int chunk) {
     if (chunk < chunks) {
       const int at = chunk * kChunk + mine;
-      const Token token = token_of(p, list, p.position + item.first, list.begin + (at >> shift), next, at & (p.ratio - 1));
+      const Token token =
+          token_of(p, list, p.position + item.first, list.begin + (at >> shift), next, at & (p.ratio - 1));
       next = entry(chunk + 1);
       const uint32_t stage = shared_address(ring + chunk % kStages * S::kStage);
       const uint32_t present = __ballot_sync(~0u, token.rows != 0);
@@ -104,7 +105,8 @@ __global__ __launch_bounds__(kThreads, 1) void attend_portable(const AttendParam
     }
 #pragma unroll
     for (int t = 0; t < kTiles; t += 2) {
-      const uint32_t a[4] = {probabilities[t][0], probabilities[t][1], probabilities[t + 1][0], probabilities[t + 1][1]};
+      const uint32_t a[4] = {probabilities[t][0], probabilities[t][1], probabilities[t + 1][0],
+                             probabilities[t + 1][1]};
 #pragma unroll
       for (int d = 0; d < DIM / 8; d += 2) {
         uint32_t b[4];

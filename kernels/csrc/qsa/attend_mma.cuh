@@ -19,7 +19,8 @@ __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t addre
 // d [16, 8] += a [16, 16] b [16, 8].
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -35,7 +36,8 @@ __device__ __forceinline__ void put_sums(float* merged, float (*top)[ROWS], floa
     const int row = m + lane / 4 + 8 * r;
     float* to = merged + (part * ROWS + row) * (DIM + 8) + lane % 4 * 2;
 #pragma unroll
-    for (int t = 0; t < DIM / 8; ++t) *reinterpret_cast<float2*>(to + 8 * t) = make_float2(o[t][2 * r], o[t][2 * r + 1]);
+    for (int t = 0; t < DIM / 8; ++t)
+      *reinterpret_cast<float2*>(to + 8 * t) = make_float2(o[t][2 * r], o[t][2 * r + 1]);
     if (lane % 4 == 0) top[part][row] = running.top[r], total[part][row] = running.total[r];
   }
 }

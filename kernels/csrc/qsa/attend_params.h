@@ -1,39 +1,41 @@
 // Sparse grouped-query attention over the paged cache: how the kernels work, and their argument (plain C++).
 //
-// MATHS. A row p of a request attends to the tokens I(p) of its selected blocks and of its tail; see jaxcp/qsa/sparse.py,
-// which this equals: q scaled by scale log2(e) and rounded to bf16, scores, softmax (base 2) and normaliser in fp32,
-// probabilities rounded to bf16 for the values product, output bf16, LSE base 2. A row without tokens gives (0, -inf).
+// MATHS. A row p of a request attends to the tokens I(p) of its selected blocks and of its tail; see
+// jaxcp/qsa/sparse.py, which this equals: q scaled by scale log2(e) and rounded to bf16, scores, softmax (base 2) and
+// normaliser in fp32, probabilities rounded to bf16 for the values product, output bf16, LSE base 2. A row without
+// tokens gives (0, -inf).
 //
 // COST of flash_next (24 heads on 2, dim 256) at 8192 rows and 2051 tokens a row:
-//   gathered per row: 8192 * 2051 * 2 KiB = 34 GB; L2 delivers some 8 TB/s (30 clocks per token and KV head and SM): 4.3 ms
-//   arithmetic:       8192 * 2051 * 24 * 1 KiB = 413 GFLOP; 0.52 ms at 790 TFLOP/s
-// So a row at a time is bound by the gather, and rows must share it. One KV head serves 12 query heads: 5 rows fill 60 of
-// the 64 rows of a Hopper warpgroup MMA, and what they gather once is the union of their selections.
+//   gathered per row: 8192 * 2051 * 2 KiB = 34 GB; L2 delivers some 8 TB/s (30 clocks per token and KV head and
+//   SM): 4.3 ms arithmetic:       8192 * 2051 * 24 * 1 KiB = 413 GFLOP; 0.52 ms at 790 TFLOP/s
+// So a row at a time is bound by the gather, and rows must share it. One KV head serves 12 query heads: 5 rows fill 60
+// of the 64 rows of a Hopper warpgroup MMA, and what they gather once is the union of their selections.
 //
-// TILES. `tile_rows` neighbouring rows are a tile; a first kernel (attend_lists.cu) writes each tile's union as a list of
-// 32-bit entries, (block's place in the pool) * 256 + (bit per row), complete blocks in ascending order, then an entry per
-// row that has a tail. An entry means `ratio` tokens; a token is masked per row by its entry's bits, those of a tail also
-// by its length. Rows of several requests in one tile are a union per request. Nothing depends on how much is shared: a
-// union of rows that share nothing costs a row's gather per row and 64/60 of its arithmetic, and arithmetic is the
-// smaller term.
+// TILES. `tile_rows` neighbouring rows are a tile; a first kernel (attend_lists.cu) writes each tile's union as a list
+// of 32-bit entries, (block's place in the pool) * 256 + (bit per row), complete blocks in ascending order, then an
+// entry per row that has a tail. An entry means `ratio` tokens; a token is masked per row by its entry's bits, those of
+// a tail also by its length. Rows of several requests in one tile are a union per request. Nothing depends on how much
+// is shared: a union of rows that share nothing costs a row's gather per row and 64/60 of its arithmetic, and
+// arithmetic is the smaller term.
 //
 // WALK. A block of threads takes one (tile, KV head, part of the list) and walks it in chunks of 64 tokens, gathered by
 // 16-byte cp.async into a ring in shared memory; tokens that no row attends to are filled with zeros and never read.
 //   attend_wgmma.cu  Hopper: 1 warpgroup gathers, 2 compute, each every other chunk, merged at the end. Per chunk of
-//                    dim 256: 64 KiB gathered (1900 clocks of L2), 2 * 64 * 64 * 256 MACs (1024 clocks), 96 KiB of shared
-//                    memory read and 64 KiB written (1280 clocks). 224 registers: O 128, scores 32, P 16.
+//                    dim 256: 64 KiB gathered (1900 clocks of L2), 2 * 64 * 64 * 256 MACs (1024 clocks), 96 KiB of
+//                    shared memory read and 64 KiB written (1280 clocks). 224 registers: O 128, scores 32, P 16.
 //   attend_mma.cu    the same tiles with mma.sync, where there is no warpgroup MMA.
 //   attend_rows.cu   rows that go alone, with mma.sync.
 //
 // FEW ROWS. Where requests have only a row or so each (decode), a tile would be a union of strangers: rows go alone
-// (`tile_rows` = 1, no lists: a row's ids are its list), and each list is cut into `splits` parts, whose partials a last
-// kernel merges in order. Results do not depend on timing: no atomics on data, a fixed order of sums.
+// (`tile_rows` = 1, no lists: a row's ids are its list), and each list is cut into `splits` parts, whose partials a
+// last kernel merges in order. Results do not depend on timing: no atomics on data, a fixed order of sums.
 //
-// MEASURED on an H200: a chunk takes 2230 clocks and an item 10000 besides. A variant without MMAs takes the gather's time,
-// one without copies nearly as long: neither is hidden behind the other as well as it could be (kernels/README.md).
+// MEASURED on an H200: a chunk takes 2230 clocks and an item 10000 besides. A variant without MMAs takes the gather's
+// time, one without copies nearly as long: neither is hidden behind the other as well as it could be
+// (kernels/README.md).
 //
-// A NaN or infinity in K or V of a token that a row attends to may reach the other rows of its tile; one in a token that
-// no row of the tile attends to reaches none.
+// A NaN or infinity in K or V of a token that a row attends to may reach the other rows of its tile; one in a token
+// that no row of the tile attends to reaches none.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
-// Rows that go alone, with at most 16 heads per KV head: a gather with little arithmetic (a row's heads fill one MMA of 16
-// rows), bound by how much is under way. So warps share nothing but the queries: each of 8 takes every eighth run of 16
-// tokens, through a ring of its own in which K and V take turns; there is no barrier between the first query and the merge
-// of the warps' sums. 96 KiB are under way per multiprocessor.
+// Rows that go alone, with at most 16 heads per KV head: a gather with little arithmetic (a row's heads fill one MMA of
+// 16 rows), bound by how much is under way. So warps share nothing but the queries: each of 8 takes every eighth run of
+// 16 tokens, through a ring of its own in which K and V take turns; there is no barrier between the first query and the
+// merge of the warps' sums. 96 KiB are under way per multiprocessor.
 #include "attend.h"
 #include "attend_mma.cuh"
 #include "attend_softmax.cuh"
@@ -24,8 +24,8 @@ struct Shape {
   static constexpr int kBytes = kQueryBytes + kRing + sizeof(Small);
 };
 
-// The block ids of a row, as this lane's token of each of its warp's runs; looked up two runs ahead, first the id and then
-// its place.
+// The block ids of a row, as this lane's token of each of its warp's runs; looked up two runs ahead, first the id and
+// then its place.
 struct Feed {
   const int32_t *ids, *table;
   int position, shift, complete, begin, end;

@@ -1,5 +1,6 @@
-// Online softmax in base 2 on the accumulators of an MMA of 16 rows: a thread holds columns 2 (lane % 4) and the next of
-// every 8 in two rows, lane / 4 and 8 more. mma.sync and wgmma share this layout, and as bf16 pairs it is that of operand A.
+// Online softmax in base 2 on the accumulators of an MMA of 16 rows: a thread holds columns 2 (lane % 4) and the next
+// of every 8 in two rows, lane / 4 and 8 more. mma.sync and wgmma share this layout, and as bf16 pairs it is that of
+// operand A.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,8 +23,9 @@ __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
 
 // Two rows' reference of the exponents and this thread's share of the sum of 2^(score - top).
 //
-// The reference follows the largest score only when that is more than kSlack above it: probabilities stay below 2^kSlack,
-// far from where anything overflows, their rounding is relative and so the same, and outputs are rarely rescaled.
+// The reference follows the largest score only when that is more than kSlack above it: probabilities stay below
+// 2^kSlack, far from where anything overflows, their rounding is relative and so the same, and outputs are rarely
+// rescaled.
 constexpr float kSlack = 8;
 struct Running {
   float top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};

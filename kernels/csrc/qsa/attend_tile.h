@@ -1,8 +1,9 @@
-// The union of a tile's selections, step by step. Plain C++: the kernel in attend_lists.cu runs these steps with a thread
-// per word, tests/native/qsa_attend_tile_test.cc one after the other on the host.
+// The union of a tile's selections, step by step. Plain C++: the kernel in attend_lists.cu runs these steps with a
+// thread per word, tests/native/qsa_attend_tile_test.cc one after the other on the host.
 //
-// Blocks are looked at in windows of 32 * kWindow. In a window every row marks its blocks in a bitmap; a word of the union
-// is the OR of the rows' words, its number of bits says how many entries it gives, and a prefix sum where they go.
+// Blocks are looked at in windows of 32 * kWindow. In a window every row marks its blocks in a bitmap; a word of the
+// union is the OR of the rows' words, its number of bits says how many entries it gives, and a prefix sum where they
+// go.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,8 @@ JAXCP_BOTH uint32_t list_entry(uint32_t slot, uint32_t rows) { return slot << 8 
 JAXCP_BOTH uint32_t entry_slot(uint32_t entry) { return entry >> 8; }
 JAXCP_BOTH uint32_t entry_rows(uint32_t entry) { return entry & 0xFF; }
 
-// Place of a request's block among all blocks of a layer. An id beyond the table means its last page: never out of range.
+// Place of a request's block among all blocks of a layer. An id beyond the table means its last page: never out of
+// range.
 JAXCP_BOTH uint32_t slot_of(const int32_t* table, int table_width, int blocks_per_page, int block) {
   const int page = block / blocks_per_page, place = block - page * blocks_per_page;
   return static_cast<uint32_t>(table[page < table_width ? page : table_width - 1]) * blocks_per_page + place;

@@ -77,9 +77,10 @@ __device__ __forceinline__ Token token_of(const AttendParams& p, const Part& par
   return {(entry_slot(entry) * p.ratio + token) * (p.kv_heads * p.dim / 8), rows};
 }
 
-// Copies K or V of `COUNT` tokens into rows first ... of a tile of ROWS; lane `lanes` + i holds the units of token i, bit i of
-// `present` says whether it is one; if not, its row is filled with zeros. `head` is opaque to the compiler, and addresses
-// are made several at a time: an address is one instruction, and no copy waits for the registers of the one before it.
+// Copies K or V of `COUNT` tokens into rows first ... of a tile of ROWS; lane `lanes` + i holds the units of token i,
+// bit i of `present` says whether it is one; if not, its row is filled with zeros. `head` is opaque to the compiler,
+// and addresses are made several at a time: an address is one instruction, and no copy waits for the registers of the
+// one before it.
 template <int DIM, int COUNT, int ROWS, bool ALL>
 __device__ __forceinline__ void gather_some(uint32_t tile, int first, const uint8_t* head, uint32_t units, int lanes,
                                             uint32_t present) {
@@ -147,7 +148,8 @@ __device__ __forceinline__ void load_queries(const AttendParams& p, const Item& 
     uint4 words{};
     if (m < used) {
       const int64_t at = (item.first + m / group) * p.heads + item.head * group + m % group;
-      words = scaled(*reinterpret_cast<const uint4*>(static_cast<const Bf16*>(p.q) + at * DIM + unit * 8), p.scale_log2e);
+      words =
+          scaled(*reinterpret_cast<const uint4*>(static_cast<const Bf16*>(p.q) + at * DIM + unit * 8), p.scale_log2e);
     }
     *reinterpret_cast<uint4*>(tile + tile_offset<ROWS>(m, unit)) = words;
   }
@@ -176,7 +178,8 @@ __device__ __forceinline__ void write(const AttendParams& p, const Slice& slice,
     reinterpret_cast<__nv_bfloat162*>(to)[i / 2] = __floats2bfloat162_rn(x[i], x[i + 1]);
   }
 }
-__device__ __forceinline__ void write_lse(const AttendParams& p, const Slice& slice, int split, int64_t row, float lse) {
+__device__ __forceinline__ void write_lse(const AttendParams& p, const Slice& slice, int split, int64_t row,
+                                          float lse) {
   (p.splits > 1 ? slice.part_lse + split * p.rows * p.heads : p.lse)[row] = lse;
 }
 

@@ -1,8 +1,9 @@
 // The attention kernel for Hopper: warpgroup MMA over tiles.
 //
-// A resident block of three warpgroups takes items in turn. One gathers; two compute, the chunks 2j + w of an item's list
-// warpgroup w's, each with softmax sums and an output of its own for all 64 MMA rows; so the tensor cores have one's MMAs
-// while the other is in its softmax. At the end of an item they swap halves of their outputs and each merges one.
+// A resident block of three warpgroups takes items in turn. One gathers; two compute, the chunks 2j + w of an item's
+// list warpgroup w's, each with softmax sums and an output of its own for all 64 MMA rows; so the tensor cores have
+// one's MMAs while the other is in its softmax. At the end of an item they swap halves of their outputs and each merges
+// one.
 //
 // RING. What an item needs passes through kStages places in this order: its queries (64 rows, like a chunk), which the
 // computing warps scale into a buffer of their own; then for j = 0, 1 ...: K(2j), K(2j+1), V(2j), V(2j+1), an odd last
@@ -88,8 +89,8 @@ __device__ __forceinline__ void gather_queries(const AttendParams& p, const Item
   if (lane == 0) hopper::arrive(block.full(at));
 }
 
-// The gathering warpgroup. A warp copies 16 tokens of every chunk; its lanes hold those of a pair of chunks. What an item
-// begins with, the lengths of its list, is read while the item before it is gathered.
+// The gathering warpgroup. A warp copies 16 tokens of every chunk; its lanes hold those of a pair of chunks. What an
+// item begins with, the lengths of its list, is read while the item before it is gathered.
 template <int DIM>
 __device__ void gather_items(const AttendParams& p, const Slice& slice, const Block<DIM>& block, uint32_t items) {
   const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, half = lane / 16;
@@ -112,17 +113,19 @@ __device__ void gather_items(const AttendParams& p, const Slice& slice, const Bl
     at.advance(1);
     for (int pair = 0; pair < pairs; ++pair) {
       const int position = 2 * pair * kChunk + mine;
-      const Token token = token_of(p, part, p.position + item.first, part.begin + (position >> shift), next,
-                                   position & (p.ratio - 1));
+      const Token token =
+          token_of(p, part, p.position + item.first, part.begin + (position >> shift), next, position & (p.ratio - 1));
       const uint32_t present = __ballot_sync(~0u, token.rows != 0);
       next = entry(pair + 1);
 #pragma unroll
       for (int turn = 0; turn < 4; ++turn) {  // K of both chunks, V of both
         const int which = turn % 2;
         hopper::wait(block.empty(at), at.round ^ 1);
-        if (turn < 2 && half == which) block.small.masks[at.stage][first + lane % 16] = static_cast<uint8_t>(token.rows);
+        if (turn < 2 && half == which)
+          block.small.masks[at.stage][first + lane % 16] = static_cast<uint8_t>(token.rows);
         if (2 * pair + which < chunks) {
-          gather<DIM, 16, kChunk>(block.place(at), first, turn < 2 ? k : v, token.units, which * 16, present >> which * 16);
+          gather<DIM, 16, kChunk>(block.place(at), first, turn < 2 ? k : v, token.units, which * 16,
+                                  present >> which * 16);
         }
         hopper::arrive_copied(block.full(at));
         __syncwarp();
@@ -245,7 +248,7 @@ __device__ __forceinline__ void merge_and_write(const AttendParams& p, const Sli
   float4* to = reinterpret_cast<float4*>(block.ring + given.stage * Shape<DIM>::kStage);
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
-    const float(&x)[4] = sums.o[((1 - HALF) * kTiles + t) / 8][((1 - HALF) * kTiles + t) % 8];
+    const float (&x)[4] = sums.o[((1 - HALF) * kTiles + t) / 8][((1 - HALF) * kTiles + t) % 8];
     to[t * kGroupThreads + thread] = make_float4(x[0], x[1], x[2], x[3]);
   }
   if (thread % 4 == 0) {
@@ -275,7 +278,7 @@ __device__ __forceinline__ void merge_and_write(const AttendParams& p, const Sli
   for (int t = 0; t < kTiles; ++t) {
     const int tile = HALF * kTiles + t;
     const float4 other = from[t * kGroupThreads + thread];
-    const float(&x)[4] = sums.o[tile / 8][tile % 8];
+    const float (&x)[4] = sums.o[tile / 8][tile % 8];
     const float y[4] = {own[0] * x[0] + others[0] * other.x, own[0] * x[1] + others[0] * other.y,
                         own[1] * x[2] + others[1] * other.z, own[1] * x[3] + others[1] * other.w};
 #pragma unroll
@@ -288,7 +291,8 @@ __device__ __forceinline__ void merge_and_write(const AttendParams& p, const Sli
 
 // Scales an item's queries into their buffer, for both computing warpgroups; number of the item's chunks.
 template <int DIM>
-__device__ __forceinline__ int take_queries(const AttendParams& p, const Block<DIM>& block, typename Block<DIM>::At at) {
+__device__ __forceinline__ int take_queries(const AttendParams& p, const Block<DIM>& block,
+                                            typename Block<DIM>::At at) {
   block.wait_full(at);
   const int chunks = block.small.chunks[at.stage];
   const auto* from = reinterpret_cast<const uint4*>(block.ring + at.stage * Shape<DIM>::kStage);

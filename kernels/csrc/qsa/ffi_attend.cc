@@ -25,7 +25,8 @@ ffi::Error attend(cudaStream_t stream, Halves q, Ints blocks, Ints request, Ints
                   ffi::Result<Ints> scratch, int64_t ratio, int64_t tile_rows, int64_t splits, int64_t slice,
                   float scale_log2e) {
   const auto shape = q.dimensions(), pool = k.dimensions(), ids = blocks.dimensions(), table = page_table.dimensions();
-  if (shape.size() != 3 || ids.size() != 2 || ids[0] != shape[0]) return invalid("blocks must be [rows, width] of q's rows");
+  if (shape.size() != 3 || ids.size() != 2 || ids[0] != shape[0])
+    return invalid("blocks must be [rows, width] of q's rows");
   if (request.element_count() != static_cast<size_t>(shape[0]) || position.element_count() != request.element_count()) {
     return invalid("request and position must have a number per row of q");
   }
@@ -51,8 +52,9 @@ ffi::Error attend(cudaStream_t stream, Halves q, Ints blocks, Ints request, Ints
   p.splits = static_cast<int32_t>(splits), p.slice = slice, p.scale_log2e = scale_log2e;
   if (const char* why = problem(p)) return invalid(why);
   const cudaError_t error = launch_attend(p, stream);
-  return error == cudaSuccess ? ffi::Error::Success()
-                              : ffi::Error::Internal(std::string("jaxcp sparse attention: launch: ") + cudaGetErrorString(error));
+  return error == cudaSuccess
+             ? ffi::Error::Success()
+             : ffi::Error::Internal(std::string("jaxcp sparse attention: launch: ") + cudaGetErrorString(error));
 }
 
 }  // namespace
