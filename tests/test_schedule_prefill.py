@@ -22,6 +22,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxcp import overlap, qsa
 from jaxcp.lse import LogBase, Partial
 from jaxcp.overlap import copy_engines
+from jaxcp.qsa import resolve
 from jaxcp.qsa.resolve import Implementation
 from jaxcp.qsa.selection import SELECT
 from jaxcp.qsa.sparse import ATTEND
@@ -59,6 +60,10 @@ overlap.SCHEDULES["key alone"] = gathers(key=True, barrier=False)
 overlap.SCHEDULES["barrier alone"] = gathers(key=False, barrier=True)
 overlap.SCHEDULES["neither"] = bare
 
+def kernels():
+    with resolve.lowering_for("gpu"):
+        return program("cuda", scan=True)
+
 def program(implementation="stand-in", prefix=0, remat=False, kv_dtype=None, index_keys="raw", extra=None, **options):
     pages = (TOKENS + prefix) // 64
     cache = jax.eval_shape(lambda: qsa.init_cache(
@@ -88,7 +93,7 @@ APART = """answer({
 VARIANTS = """answer({
     "prefix": program(prefix=57344), "float8": program(kv_dtype="float8_e4m3fn"), "xla": program("xla", scan=True),
     "kv_first": program(schedule="kv_first"), "inline": program(schedule="inline"),
-    "compressed": program(index_keys="compressed"),
+    "compressed": program(index_keys="compressed"), "cuda": kernels(),
 } | {way: program(extra=extra) for way, extra in copy_engines.WAYS.items()})"""
 
 
@@ -163,7 +168,10 @@ def deviceless_schedule(hlo) -> list[str]:
 
 @pytest.mark.parametrize("form", ["unrolled", "scanned"])
 def test_no_pool_is_copied(stack, form):
-    program = stack[form]
+    assert_no_pool_is_copied(stack[form])
+
+
+def assert_no_pool_is_copied(program):
     pool = rf"\[{LAYERS},{1 + TOKENS // 64},\d[\d,]*\]"
     made = re.findall(rf"^\s+(?:ROOT )?%[\w.\-]+ = \w+{pool}\S* ([a-z][\w\-]*)\(", program["hlo"], re.MULTILINE)
     assert set(made) <= {"parameter", "get-tuple-element", "bitcast", "fusion", "scatter"}
@@ -202,8 +210,10 @@ def test_variants_keep_the_schedule(variants, variant):
 
 
 @pytest.mark.slow
-def test_the_xla_indexer_hides_kv_too(variants):
-    assert_kv_runs_behind_the_indexer(variants["xla"], 1, selection=("top_k",))
+@pytest.mark.parametrize(("implementation", "selection"), [("xla", "top_k"), ("cuda", "jaxcp_qsa_select")])
+def test_every_indexer_hides_kv(variants, implementation, selection):
+    assert_kv_runs_behind_the_indexer(variants[implementation], 1, selection=(selection,))
+    assert_no_pool_is_copied(variants[implementation])
 
 
 @pytest.mark.slow
