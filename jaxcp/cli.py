@@ -140,8 +140,10 @@ def exchange(
     from jaxcp.bench import exchange, ranks
 
     cp = cp or (min(8, jax.device_count()) if jax.default_backend() == "gpu" else 1)
-    options = {"output": output, "repeat": repeat, "console": Console()} | ({"tokens": tokens} if tokens else {})
-    ranks.run(cp, **options) if cp > 1 else exchange.run(**options)
+    if cp > 1:
+        ranks.run(cp, tokens=tokens or ranks.TOKENS, output=output, repeat=repeat, console=Console())
+    else:
+        exchange.run(tokens=tokens or exchange.TOKENS, output=output, repeat=repeat, console=Console())
 
 
 @bench.command()

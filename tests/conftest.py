@@ -16,6 +16,8 @@ if PLATFORM == "cpu":
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
 
 import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 # Shapes and dtypes of every annotated function are checked in tests, and cost users nothing.
@@ -24,3 +26,13 @@ install_import_hook("jaxcp", "beartype.beartype")
 # The same examples on every run, and no wall-clock limit per example: shared machines stall.
 hypothesis.settings.register_profile("jaxcp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("jaxcp")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiles(request):
+    """Most tests spend their time in LLVM: on CPU it optimises only for modules marked `optimized`, which run long."""
+    quick = PLATFORM == "cpu" and request.node.get_closest_marker("optimized") is None
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -36,7 +36,7 @@ class SimulatedExchange:
     def __init__(self, cp, heads, head_dim, dtype="bfloat16", max_tokens=32, timeout_s=TIMEOUT_S):
         self.spec = ExchangeSpec(cp, heads, head_dim, np.dtype(jnp.dtype(dtype)), max_tokens)
         self.sites = itertools.count()
-        self.library, self.number = native.load("cuda"), next(self.numbers)
+        self.library, self.number = native.load_exchange("cuda"), next(self.numbers)
         timeout_ns = int(timeout_s * 1e9)
         self.configs = [
             Config(

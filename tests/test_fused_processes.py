@@ -94,7 +94,7 @@ with launch.joined() as index:
     library.create = create
     def missing(*arguments, **options):
         raise BuildError("no compiler here")
-    for place, name in ((compiler, COMPILER), (native, "load")):
+    for place, name in ((compiler, COMPILER), (native, "load_exchange")):
         there = getattr(place, name)
         if index == 1:
             setattr(place, name, missing)
@@ -127,7 +127,7 @@ def test_set_up_calls_and_tear_down():
             "choosing a backend failed in process 1: BackendError: backend='fused' cannot be used"
             in found[f"no {compiler}"]
         )
-        assert "building the library failed in process 1: BuildError: no compiler here" in found["no load"]
+        assert "building the library failed in process 1: BuildError: no compiler here" in found["no load_exchange"]
         blocks = EACH + EACH * EACH  # own ones, and all of the other process for each of them
         assert found["mapped"] == (0 if ON_GPUS else 2 * blocks)  # two exchanges; POSIX shared memory alone shows there
         assert found["still mapped"] == 0

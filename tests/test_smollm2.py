@@ -21,6 +21,7 @@ GOLDEN = json.loads((Path(__file__).parent / "golden" / "smollm2_greedy.json").r
 PROMPTS = [case["prompt_ids"] for case in GOLDEN]
 TIE = 0.02  # below this gap the other token may win with another order of sums
 GAP_ATOL = 5e-3
+pytestmark = pytest.mark.optimized
 BACKENDS = ("a2a", "ag_rs", "allgather", "fused")
 
 

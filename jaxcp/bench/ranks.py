@@ -37,7 +37,8 @@ BACKENDS = ("fused", "flashinfer", "a2a", "ag_rs")
 LAYERS, FEWER_LAYERS = 60, 20
 COPY_BYTES = 256 << 20
 
-Step = Callable[[jax.Array, jax.Array], jax.Array]
+Step = Callable[[Any, Any], Any]
+"""o and lse of all ranks -> the last exchange's merged rows of all ranks."""
 
 
 def run(
@@ -70,7 +71,10 @@ def run(
       JaxcpError: a result is wrong.
     """
     mesh, tokens = make_mesh(positive_int("cp", cp)), [positive_int("tokens", t) for t in tokens]
-    facts = {"heads": cp * positive_int("heads_per_rank", heads_per_rank), "head_dim": positive_int("dim", dim)}
+    facts: dict[str, Any] = {
+        "heads": cp * positive_int("heads_per_rank", heads_per_rank),
+        "head_dim": positive_int("dim", dim),
+    }
     facts |= {"dtype": dtype, "max_tokens": max(tokens)}
     blockers = explain(mesh, "cp", **facts).blockers
     rate = _peer_copy_rate(mesh)
@@ -107,9 +111,9 @@ def layers(exchange: Exchange, count: int) -> Step:
     backends fuse into what they do with them anyway. Fused calls are never made one, and have an order of their own.
     """
 
-    def step(o, lse):
+    def step(o: Any, lse: Any) -> Any:
         o, lse = o[0], lse[0]
-        merged = exchange(Partial(o, lse, LogBase.TWO))
+        merged: Any = exchange(Partial(o, lse, LogBase.TWO))
         for _ in range(count - 1):
             if exchange.backend != "fused":
                 lse = lse + 0 * merged[:1, :1, 0].astype(lse.dtype)
@@ -145,7 +149,7 @@ def _measured(exchange: Exchange, tokens: int, repeat: int) -> dict[str, Any]:
     many, fewer, single = (layers(exchange, count) for count in (LAYERS, FEWER_LAYERS, 1))
     _check(exchange, single(o, lse), tokens)
     times = {count: _wall_us(program, o, lse, repeat) for count, program in ((LAYERS, many), (FEWER_LAYERS, fewer))}
-    mine = {"cadence_us": (times[LAYERS] - times[FEWER_LAYERS]) / (LAYERS - FEWER_LAYERS)}
+    mine: dict[str, Any] = {"cadence_us": (times[LAYERS] - times[FEWER_LAYERS]) / (LAYERS - FEWER_LAYERS)}
     mine["eager_us"] = _back_to_back_us(single, o, lse, 10 * repeat)
     mine["ranks"] = _kernel_times(many, o, lse, repeat) if jax.default_backend() == "gpu" else []
     everyone = agree.allgather(mine)

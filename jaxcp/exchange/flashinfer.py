@@ -114,7 +114,7 @@ def load(**options) -> native.WorkspaceLibrary:
     folder = include_folder()
     assert folder is not None  # header_blocker has looked
     include = (native.source_folder() / "flashinfer_shim", folder)
-    return native.load("flashinfer", include=include, stamp=stamp(folder), **options)
+    return native.load_exchange("flashinfer", include=include, stamp=stamp(folder), **options)
 
 
 def stamp(folder: Path, header: Path = HEADER) -> str:

@@ -91,7 +91,7 @@ class Engine(WorkspaceEngine):
     def __init__(self, topology: Topology, spec: ExchangeSpec, timeout_s: float):
         workspace = None
         if spec.cp > 1 and topology.runnable:
-            load = functools.partial(native.load, "cpu" if topology.platform == "cpu" else "cuda")
+            load = functools.partial(native.load_exchange, "cpu" if topology.platform == "cpu" else "cuda")
             workspace = Workspace(topology, spec, load, timeout_s, name="fused")
         elif spec.cp > 1:
             register_compile_only()

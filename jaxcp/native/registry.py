@@ -49,6 +49,13 @@ def load(variant: str, **options) -> Library:
     return library
 
 
+def load_exchange(variant: str, **options) -> WorkspaceLibrary:
+    """`load` of a library with workspaces: "cpu", "cuda" or "flashinfer"."""
+    library = load(variant, **options)
+    assert isinstance(library, WorkspaceLibrary), f"{variant} has no workspaces"
+    return library
+
+
 def _preload(library: Library, device) -> None:
     try:
         library.preload(device.local_hardware_id)
