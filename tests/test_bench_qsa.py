@@ -49,6 +49,9 @@ def inputs():
     return make_inputs(PREFILL, CONFIG, "float32")
 
 
+pytestmark = pytest.mark.xdist_group("bench_qsa")  # one worker: one record for all tests of this file
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     path = tmp_path_factory.mktemp("record") / "sub" / "qsa.json"

@@ -16,6 +16,9 @@ REGISTERS = {(2, 1): 64, (2, 2): 80, (4, 1): 80, (4, 2): 128, (8, 1): 128, (8, 2
 """Most registers of a variant, by ranks and units in flight: what its resident warps leave (Exchange::kWarps)."""
 
 
+pytestmark = pytest.mark.xdist_group("kernel_binary")  # one worker: the library is built and taken apart once
+
+
 def disassembled(path: Path) -> dict[str, list[str]]:
     """Instructions of every kernel in an object file."""
     text = subprocess.run(

@@ -31,6 +31,7 @@ def reads(case: cases.Case) -> int:
     return rows * row // block * case.cp * (1 + max(1, block // row))
 
 
+pytestmark = pytest.mark.optimized  # bits of two programs are compared: both must round alike
 CASES = [case for case in cases.EXCHANGE if 0 < reads(case) <= MAX_READS]
 
 

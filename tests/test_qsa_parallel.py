@@ -300,7 +300,6 @@ def test_ranks_agree_with_the_models_budget():
 @pytest.mark.parametrize(
     ("cp", "layout", "cases"),
     [
-        (4, "zigzag", [(0, 8193)]),
         (8, "zigzag", [(0, 8193)]),
         (8, "interleave", [(0, 8193)]),
         (4, "zigzag", [(7168, 1024)]),

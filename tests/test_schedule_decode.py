@@ -5,7 +5,8 @@ import re
 import deviceless
 import pytest
 
-pytestmark = deviceless.requires_plugin
+# One worker: programs are compiled once for all tests of this file.
+pytestmark = [deviceless.requires_plugin, pytest.mark.xdist_group("schedule_decode")]
 
 LAYERS, PAGES = 3, 4097
 

@@ -11,7 +11,8 @@ import pytest
 from jaxcp import overlap
 from jaxcp.overlap import copy_engines
 
-pytestmark = deviceless.requires_plugin
+# One worker: programs are compiled once for all tests of this file.
+pytestmark = [deviceless.requires_plugin, pytest.mark.xdist_group("schedule_prefill")]
 
 LAYERS, TOKENS = 2, 8192
 

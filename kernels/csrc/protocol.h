@@ -23,8 +23,8 @@
 // one ended because every word q owed it in call n + 1 had arrived. q stored those in kernel n + 1, which started after
 // q's kernel n had ended, with all its reads of the slot and all its blanks written. Each arrow is a kernel boundary
 // (which orders at system scope, and where the fence's cost is hidden) or a value read from its store, so the blank
-// precedes p's store in the word's coherence order. The evidence so far is one device with simulated ranks: no run over
-// a link between devices has tested that boundaries and polled stores order there as they do on one. One slot is not
+// precedes p's store in the word's coherence order. The evidence so far is one device with simulated ranks, long runs
+// included, and some thousand calls between two H200s over NVLink; no soak has run over a link. One slot is not
 // enough: p may store for n + 1 while q still reads n. tests/test_protocol_model.py runs through all interleavings: one
 // slot fails, two slots hold, and two slots fail if blanks are left out, if a rank waits for no one, or if the slot
 // does not alternate at the wrap. The proof needs every rank to wait for every peer in every call. A row without a head
