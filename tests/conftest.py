@@ -36,3 +36,8 @@ def quick_compiles(request):
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+def pytest_collection_modifyitems(items):
+    """Long tests first: at the end of a run no worker waits for another's last one."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -62,7 +62,6 @@ CASES = in_group(
     (3, "fused", 3, 48, pytest.mark.slow),
     *((3, backend, 0, 10, pytest.mark.slow) for backend in ("ag_rs", "allgather")),
     *((cp, backend, 0, 10, pytest.mark.slow) for cp in (2, 8) for backend in BACKENDS),
-    (1, "a2a", 3, 10, pytest.mark.slow),
 )
 
 
