@@ -194,7 +194,7 @@ def selecting():
 def test_wrong_attention_is_seen(damage):
     blocks = selections.model("shared", inputs())
     arguments = (inputs().cache, inputs().layer, PREFILL.queries(inputs().table), CONFIG)
-    right = figures.ATTEND["xla"].run(inputs().projected.q, blocks, *arguments)
+    right = figures.ATTEND["xla"].run(inputs().q, blocks, *arguments)
     checks.attention("xla", inputs(), blocks, (right.o, right.lse))
     with pytest.raises(JaxcpError, match="xla is wrong"):
         checks.attention("xla", inputs(), blocks, damage(right.o, right.lse))

@@ -11,7 +11,7 @@ import qsa_oracle as oracle
 from qsa_runs import Session, close, same_selection
 
 from jaxcp import qsa
-from jaxcp.qsa.layer import compress, gated, output, project
+from jaxcp.qsa.layer import compress, gated, output, prepare, prepare_queries, products
 from jaxcp.qsa.numerics import rounded, widen
 from jaxcp.qsa.rope import rotate, table
 from jaxcp.qsa.selection import scores, token_rows, top_blocks
@@ -123,7 +123,9 @@ def test_rounding_points_of_bfloat16():
     x = bf16(oracle.hidden(c, 200))
     rope = np.stack([np.arange(200)] * 3)
     angles = table(c, jnp.asarray(rope), jnp.float32)
-    p = jax.jit(project)(params, jnp.asarray(x, jnp.bfloat16), angles)
+    of = jax.jit(products)(params, jnp.asarray(x, jnp.bfloat16))
+    p = jax.jit(prepare)(params, of, angles)
+    q, gate = jax.jit(prepare_queries)(params, of.q_gate, angles)
     cos, sin = (np.asarray(a, np.float64)[:, None] for a in angles)
 
     def turn(z, cos, sin, step):
@@ -133,6 +135,9 @@ def test_rounding_points_of_bfloat16():
 
     k = bf16(oracle.norm(c, bf16(x @ w.k_proj.T).reshape(200, c.kv_heads, -1), w.k_norm))
     mostly_equal(p.k, turn(k, cos, sin, lambda z: z))
+    heads = bf16(x @ w.q_proj.T).reshape(200, c.heads, 2, -1)
+    mostly_equal(gate, heads[:, :, 1])
+    mostly_equal(q, turn(bf16(oracle.norm(c, heads[:, :, 0], w.q_norm)), cos, sin, lambda z: z))
     u = bf16(x @ w.indexer.index_qk_proj.T).reshape(200, c.index_heads + 1, -1)
     mostly_equal(p.index_k, u[:, -1])
     index_q = bf16(oracle.norm(c, u[:, :-1], w.indexer.q_layernorm))

@@ -15,7 +15,7 @@ from qsa_runs import Session, close, same_selection
 
 from jaxcp import overlap, qsa
 from jaxcp.lse import LogBase, Partial
-from jaxcp.qsa import forward, parallel
+from jaxcp.qsa import forward, mixing, parallel
 from jaxcp.qsa.indexing import take
 from jaxcp.qsa.layer import Projected, products
 from jaxcp.qsa.resolve import Implementation
@@ -65,10 +65,15 @@ def no_attention(q, blocks, cache, layer, queries, config):
 def unchanged(params, of, angles):
     """In place of norms and rotations: the products, in shape."""
     c = params.config
-    q, gate = jnp.moveaxis(of.q_gate.reshape(-1, c.heads, 2, c.head_dim), 2, 0)
     k, v = (rows.reshape(-1, c.kv_heads, c.head_dim) for rows in (of.k, of.v))
     index = of.index.reshape(-1, c.index_heads + 1, c.index_dim)
-    return Projected(q, gate, k, v, index[:, :-1], index[:, -1])
+    return Projected(k, v, index[:, :-1], index[:, -1])
+
+
+def unchanged_queries(params, q_gate, angles):
+    """As `unchanged`, of the queries and gates."""
+    c = params.config
+    return tuple(jnp.moveaxis(q_gate.reshape(-1, c.heads, 2, c.head_dim), 2, 0))
 
 
 @functools.partial(jax.jit, static_argnames=("context", "longest", "implementation"))
@@ -104,6 +109,7 @@ def compare_mixes(monkeypatch, cp, schedule="overlapped", implementation="xla", 
     monkeypatch.setitem(ATTEND, "scores", Implementation(no_attention))
     for module in (forward, parallel):
         monkeypatch.setattr(module, "prepare", unchanged)
+    monkeypatch.setattr(mixing, "prepare_queries", unchanged_queries)
     plan, total = ranks.plan(x), sum(map(len, x.values()))
     of = jax.jit(products)(plain.params, plan.pad(np.concatenate(list(x.values()))))
     bounds = {"context": plan.context, "longest": plan.rows, "implementation": implementation}

@@ -188,14 +188,14 @@ def test_15_offsets_beyond_two_to_the_31():
 
 def test_16_both_operands_of_a_score_are_rounded_alike():
     """With e4m3 index keys the queries are e4m3 too: selections equal exact scores of the rounded operands."""
-    from jaxcp.qsa.layer import project
+    from jaxcp.qsa.layer import prepare, products
     from jaxcp.qsa.rope import table
 
     run = Session(C, W, "bfloat16", index_dtype=E4M3)
     x = jnp.asarray(X, jnp.bfloat16)
     _, blocks = run.feed({0: x})[0]
     angles = table(C, jnp.broadcast_to(jnp.arange(len(X)), (3, len(X))), jnp.float32)
-    a = jax.jit(project)(run.params, x, angles).index_q
+    a = jax.jit(prepare)(run.params, jax.jit(products)(run.params, x), angles).index_q
     pages = np.asarray(run.cache.page_table)[0]
     c = decode(run.cache.index[0, pages].reshape(-1, C.index_dim)).astype(jnp.float32)
     rounded, plain = (a.astype(t).astype(jnp.float32) for t in (E4M3, jnp.bfloat16))

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxcp import qsa
-from jaxcp.qsa.layer import gated, output, project
+from jaxcp.qsa.layer import gated, output, prepare, prepare_queries, products
 from jaxcp.qsa.rope import table
 
 TOKENS = 8192
@@ -119,12 +119,13 @@ def dense_layer(params: qsa.Params, x: Float[Array, "tokens hidden"]) -> Float[A
     """The layer with dense causal attention in place of the indexer, the selection and the cache."""
     n = len(x)
     positions = jnp.broadcast_to(jnp.arange(n), (3, n))
-    projected = project(params, x, table(params.config, positions, x.dtype))
+    of, angles = products(params, x), table(params.config, positions, x.dtype)
+    projected, (q, gate) = prepare(params, of, angles), prepare_queries(params, of.q_gate, angles)
     k, v = (jnp.repeat(a, params.config.heads // params.config.kv_heads, axis=1) for a in (projected.k, projected.v))
-    logits = jnp.einsum("qhd,khd->hqk", projected.q, k) * params.config.scale
+    logits = jnp.einsum("qhd,khd->hqk", q, k) * params.config.scale
     weights = jax.nn.softmax(logits, where=jnp.tri(n, dtype=bool))
     o = jnp.einsum("hqk,khd->qhd", weights, v)
-    return output(params, gated(o, projected.gate), jnp.ones(n, bool))
+    return output(params, gated(o, gate), jnp.ones(n, bool))
 
 
 def selection_statistics(config: qsa.QSAConfig, blocks: np.ndarray) -> Statistics:

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxcp.errors import invalid
 from jaxcp.lse import accumulation_dtype
 from jaxcp.qsa.cache import Cache, check_cache
-from jaxcp.qsa.layer import Products, gated, output, prepare, products
+from jaxcp.qsa.layer import Products, output, prepare, products
+from jaxcp.qsa.mixing import attended
 from jaxcp.qsa.params import Params, check_params
 from jaxcp.qsa.queries import Queries
 from jaxcp.qsa.resolve import resolve
@@ -65,14 +66,14 @@ def mix(
     rows = rows_of(segments, total)
     if rope is None:
         rope = jnp.broadcast_to(jnp.maximum(rows.position, 0), (3, total))
-    projected = prepare(params, of, table(config, rope, accumulation_dtype(of.k.dtype)))
+    angles = table(config, rope, accumulation_dtype(of.k.dtype))
+    projected = prepare(params, of, angles)
     cache, rows = update(params, cache, layer, projected.k, projected.v, projected.index_k, rope, rows, segments)
     queries = Queries(segments, rows, min(context, cache.capacity), longest)
     select = resolve("selection", SELECT, implementation, config, cache)
     attend = resolve("sparse attention", ATTEND, implementation, config, cache)
     blocks = select(projected.index_q, cache, layer, queries, config)
-    attended = attend(projected.q, blocks, cache, layer, queries, config)
-    return gated(attended.o, projected.gate), rows, cache, blocks
+    return attended(params, of.q_gate, angles, blocks, cache, layer, queries, attend), rows, cache, blocks
 
 
 def check_arguments(params: Params, x: Array, cache: Cache, rows: int, remedy: str) -> None:

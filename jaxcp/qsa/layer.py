@@ -33,28 +33,19 @@ class Products(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Projections of token rows, in the layer's dtype.
+    """Projections of token rows besides their queries and gates, in the layer's dtype.
 
     Attributes:
-      q: [rows, heads, head_dim], normed and rotated.
-      gate: [rows, heads, head_dim], before the sigmoid.
       k: [rows, kv_heads, head_dim], normed and rotated.
       v: [rows, kv_heads, head_dim].
       index_q: [rows, index_heads, index_dim], normed and rotated.
       index_k: [rows, index_dim], raw.
     """
 
-    q: Float[Array, "rows heads head_dim"]
-    gate: Float[Array, "rows heads head_dim"]
     k: Float[Array, "rows kv_heads head_dim"]
     v: Float[Array, "rows kv_heads head_dim"]
     index_q: Float[Array, "rows index_heads index_dim"]
     index_k: Float[Array, "rows index_dim"]
-
-
-def project(params: Params, x: Float[Array, "rows hidden"], angles: Table) -> Projected:
-    """Projections, norms and rotations of every row; `angles` are of the rows' rope positions."""
-    return prepare(params, products(params, x), angles)
 
 
 def products(params: Params, x: Float[Array, "rows hidden"]) -> Products:
@@ -66,17 +57,23 @@ def products(params: Params, x: Float[Array, "rows hidden"]) -> Products:
 def prepare(params: Params, of: Products, angles: Table) -> Projected:
     """Norms and rotations of the rows' products; `angles` are of the rows' rope positions."""
     c, indexer = params.config, params.indexer
-    q_gate = of.q_gate.reshape(-1, c.heads, 2, c.head_dim)
     k, v = (features.reshape(-1, c.kv_heads, c.head_dim) for features in (of.k, of.v))
     index = of.index.reshape(-1, c.index_heads + 1, c.index_dim)
     return Projected(
-        q=_main(q_gate[:, :, 0], params.q_norm, angles, c.eps),
-        gate=q_gate[:, :, 1],
         k=_main(k, params.k_norm, angles, c.eps),
         v=v,
         index_q=_index(index[:, :-1], indexer.q_layernorm, angles, c.eps),
         index_k=index[:, -1],
     )
+
+
+def prepare_queries(
+    params: Params, q_gate: Float[Array, "rows q_gate_features"], angles: Table
+) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads head_dim"]]:
+    """Queries, normed and rotated, and gates before the sigmoid, of the rows' products."""
+    c = params.config
+    q_gate = q_gate.reshape(-1, c.heads, 2, c.head_dim)
+    return _main(q_gate[:, :, 0], params.q_norm, angles, c.eps), q_gate[:, :, 1]
 
 
 def compress(

@@ -45,6 +45,10 @@ def linear(x: Float[Array, "... inputs"], weight: Float[Array, "outputs inputs"]
 
 
 def norm(x: Float[Array, "... dim"], weight: Float[Array, " dim"], eps: float) -> Float[Array, "... dim"]:
-    """Zero-centred RMS norm over the last axis, x already widened: x / sqrt(mean(x^2) + eps) * (1 + weight)."""
-    gain = 1 + weight.astype(x.dtype)
-    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * gain
+    """Zero-centred RMS norm over the last axis, x already widened: x / sqrt(mean(x^2) + eps) * (1 + weight).
+
+    The barrier keeps the sum apart from its use: XLA:GPU would otherwise make one kernel of both, which stores the
+    widened result for whatever comes behind it.
+    """
+    squares = lax.optimization_barrier(jnp.sum(x * x, -1, keepdims=True))
+    return x * lax.rsqrt(squares / x.shape[-1] + eps) * (1 + weight.astype(x.dtype))

@@ -11,15 +11,18 @@ them (float8 where it is float8), and written in the order in which they arrive.
 cached prefix and new tokens alike.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, Shaped
 
 from jaxcp import storage, varying
-from jaxcp.lse import accumulation_dtype
+from jaxcp.lse import Partial, accumulation_dtype
 from jaxcp.overlap import SCHEDULES
 from jaxcp.qsa import index_keys
 from jaxcp.qsa.cache import Cache
-from jaxcp.qsa.layer import Products, Projected, gated, output, prepare, products
+from jaxcp.qsa.layer import Products, Projected, output, prepare, products
+from jaxcp.qsa.mixing import attended
 from jaxcp.qsa.params import Params
 from jaxcp.qsa.resolve import resolve
 from jaxcp.qsa.rope import table
@@ -68,22 +71,31 @@ def mix(
       schedule: key of `jaxcp.overlap.SCHEDULES`.
     """
     config = params.config
-    projected = prepare(params, of, table(config, view.own_rope, accumulation_dtype(of.k.dtype)))
-    own = varying.axes(projected.q, cache.k)  # kernels' results are taken for the same on all ranks unless one says so
+    angles = table(config, view.own_rope, accumulation_dtype(of.k.dtype))
+    projected = prepare(params, of, angles)
+    own = varying.axes(of.q_gate, cache.k)  # kernels' results are taken for the same on all ranks unless one says so
     cache = count_dropped(cache, view.rows, view.segments)
     pack, write = index_keys.WAYS[compressed]
     sent = pack(params, cache, projected.index_k, view), packed_kv(cache, projected)
-    local = projected.q, projected.gate, projected.index_q
-    index, (q, gate, index_q), finish = SCHEDULES[schedule](*sent, local, axis_name)
+    index, (q_gate, index_q), finish = SCHEDULES[schedule](*sent, (of.q_gate, projected.index_q), axis_name)
     cache = write(params, cache, layer, index, view)
     select = resolve("selection", SELECT, implementation, config, cache)
     (blocks,) = varying.over(own, select(index_q, cache, layer, view.own, config))
     kv, blocks = finish(blocks)
     k, v = unpacked_kv(kv, projected)
     cache = write_kv(cache, layer, k, v, view.gathered.request, view.gathered.position)
-    attend = resolve("sparse attention", ATTEND, implementation, config, cache)
-    (o,) = varying.over(own, attend(q, blocks, cache, layer, view.own, config).o)
-    return gated(o, gate), cache, blocks
+    attend = _varying(own, resolve("sparse attention", ATTEND, implementation, config, cache))
+    return attended(params, q_gate, angles, blocks, cache, layer, view.own, attend), cache, blocks
+
+
+def _varying(own: frozenset[str], attend: Callable) -> Callable:
+    """`attend` whose results are marked as differing over `own`."""
+
+    def marked(*arguments) -> Partial:
+        partial = attend(*arguments)
+        return Partial(*varying.over(own, partial.o, partial.lse), partial.base)
+
+    return marked
 
 
 def packed_kv(cache: Cache, projected: Projected) -> Shaped[Array, "rows features"]:

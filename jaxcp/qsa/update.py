@@ -90,7 +90,7 @@ def with_room(cache: Cache, rows: Rows) -> Rows:
 def count_dropped(cache: Cache, kept: Rows, segments: Segments) -> Cache:
     """The cache with the tokens counted that `with_room` turned into padding."""
     dropped = jnp.sum(segments.count, dtype=jnp.int32) - jnp.sum(kept.real, dtype=jnp.int32)
-    return dataclasses.replace(cache, faults=cache.faults.at[0].add(dropped))
+    return _count(cache, 0, dropped)
 
 
 def write_kv(
@@ -122,8 +122,7 @@ def write_index(
     first = jnp.where(blocks.is_new[:, 0], take(rope.T, blocks.row[:, 0]).T, pending[:, 0, 1:].T)
     keys = compress(params, keys, table(params.config, first, accumulation_dtype(keys.dtype)))
     stale = blocks.exists & jnp.any(~blocks.is_new & (pending[..., 0] != blocks.member), axis=1)
-    cache = dataclasses.replace(cache, faults=cache.faults.at[1].add(jnp.sum(stale, dtype=jnp.int32)))
-    cache = put_blocks(cache, layer, keys, blocks, segments)
+    cache = put_blocks(_count(cache, 1, jnp.sum(stale, dtype=jnp.int32)), layer, keys, blocks, segments)
     slots = ring_slots(cache, segments)
     return put_ring(cache, layer, take(index_k, slots.row), slots, rope)
 
@@ -160,15 +159,19 @@ def ring_slots(cache: Cache, segments: Segments) -> Slots:
 
 def put_ring(cache: Cache, layer, keys: Float[Array, "segments ring index_dim"], slots: Slots, rope) -> Cache:
     """The cache with `keys` in the slots whose token is new, and with their positions."""
-    is_new = slots.is_new[..., None]
+    ring_row = jnp.where(slots.is_new, slots.ring_row[:, None], cache.requests + 1)  # behind the last one: dropped
+    slot = jnp.arange(cache.ring, dtype=jnp.int32)
     positions = jnp.concatenate([slots.position[..., None], take(rope.T, slots.row)], -1)
-    keys = jnp.where(is_new, keys, take(cache.ring_keys, layer, slots.ring_row))
-    positions = jnp.where(is_new, positions, take(cache.ring_positions, layer, slots.ring_row))
     return dataclasses.replace(
         cache,
-        ring_keys=put(cache.ring_keys, keys, layer, slots.ring_row),
-        ring_positions=put(cache.ring_positions, positions, layer, slots.ring_row),
+        ring_keys=put(cache.ring_keys, keys, layer, ring_row, slot),
+        ring_positions=put(cache.ring_positions, positions, layer, ring_row, slot),
     )
+
+
+def _count(cache: Cache, kind: int, number: Int[Array, ""]) -> Cache:
+    """The cache with `number` more faults of a kind: 0, dropped rows; 1, stale blocks."""
+    return dataclasses.replace(cache, faults=cache.faults + jnp.where(jnp.arange(2) == kind, number, 0))
 
 
 def _locate(cache: Cache, request, position) -> tuple[Int[Array, " n"], Int[Array, " n"], Bool[Array, " n"]]:

@@ -12,9 +12,9 @@ from jaxcp import qsa
 from jaxcp.errors import invalid
 from jaxcp.layout import positive_int
 from jaxcp.lse import accumulation_dtype
-from jaxcp.qsa.layer import Products, Projected, prepare, products
+from jaxcp.qsa.layer import Products, Projected, prepare, prepare_queries, products
 from jaxcp.qsa.queries import Queries
-from jaxcp.qsa.rope import table
+from jaxcp.qsa.rope import Table, table
 from jaxcp.qsa.segments import Segments, rows_of
 from jaxcp.qsa.update import update
 
@@ -81,7 +81,8 @@ class Inputs:
       cache: holds all tokens, the rows' own included.
       x: [rows, hidden], the rows.
       of: their products.
-      projected: what becomes of these.
+      q, gate: [rows, heads, head_dim], what becomes of these.
+      projected: the rest of it.
       table: the case's.
       layer: of the cache, 0.
     """
@@ -91,6 +92,8 @@ class Inputs:
     cache: qsa.Cache
     x: jax.Array
     of: Products
+    q: jax.Array
+    gate: jax.Array
     projected: Projected
     table: jax.Array
     layer: jax.Array
@@ -117,26 +120,31 @@ def make_inputs(case: Case, config: qsa.QSAConfig, dtype: str = "bfloat16", seed
         cache = _copy_first(cache)
     x = jax.random.normal(last, (case.rows, config.hidden), dtype)
     of = jax.jit(products)(params, x)
-    projected, cache = _write_rows(params, cache, of, jax.device_put(case.table), layer)
-    return Inputs(case, params, cache, x, of, projected, jax.device_put(case.table), layer)
+    (q, gate), projected, cache = _write_rows(params, cache, of, jax.device_put(case.table), layer)
+    return Inputs(case, params, cache, x, of, q, gate, projected, jax.device_put(case.table), layer)
 
 
 @bind(jax.jit, static_argnums=5, donate_argnums=1)
 def _write_random(params, cache, key, segment, layer, tokens: int) -> qsa.Cache:
     of = products(params, jax.random.normal(key, (tokens, params.config.hidden), params.dtype))
-    return _written(params, cache, of, segment, layer)[1]
+    return _written(params, cache, of, _row_angles(params, segment, tokens), segment, layer)[1]
 
 
 @bind(jax.jit, donate_argnums=1)
-def _write_rows(params, cache, of, table, layer) -> tuple[Projected, qsa.Cache]:
-    return _written(params, cache, of, table, layer)
+def _write_rows(params, cache, of, table, layer):
+    angles = _row_angles(params, table, len(of.k))
+    return prepare_queries(params, of.q_gate, angles), *_written(params, cache, of, angles, table, layer)
 
 
-def _written(params, cache, of: Products, of_segments, layer) -> tuple[Projected, qsa.Cache]:
-    segments = Segments(*of_segments)
+def _row_angles(params, of_segments, rows: int) -> Table:
+    position = jnp.maximum(rows_of(Segments(*of_segments), rows).position, 0)
+    return table(params.config, jnp.broadcast_to(position, (3, rows)), accumulation_dtype(params.dtype))
+
+
+def _written(params, cache, of: Products, angles: Table, of_segments, layer) -> tuple[Projected, qsa.Cache]:
+    segments, projected = Segments(*of_segments), prepare(params, of, angles)
     rows = rows_of(segments, len(of.k))
     rope = jnp.broadcast_to(jnp.maximum(rows.position, 0), (3, len(of.k)))
-    projected = prepare(params, of, table(params.config, rope, accumulation_dtype(params.dtype)))
     cache, _ = update(params, cache, layer, projected.k, projected.v, projected.index_k, rope, rows, segments)
     return projected, cache
 

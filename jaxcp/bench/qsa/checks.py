@@ -81,13 +81,13 @@ def dense(what: str, inputs: Inputs, o: Array) -> None:
     sample = np.linspace(0, case.rows - 1, DENSE_SAMPLE).astype(int)
     count = case.positions[sample] + 1 if case.rows == case.keys else np.full(len(sample), case.keys)
     scale = inputs.config.scale
-    want = [_attend_all(inputs.projected.q[row], k, v, n, scale) for row, n in zip(sample, count, strict=True)]
+    want = [_attend_all(inputs.q[row], k, v, n, scale) for row, n in zip(sample, count, strict=True)]
     _compare(what, inputs, o[0, sample], jnp.stack(want))
 
 
 def _gated(inputs: Inputs, blocks: Array) -> Float[Array, "rows features"]:
     sample = _sample(inputs)
-    return gated(_attended(inputs, blocks, sample).o, inputs.projected.gate[sample])
+    return gated(_attended(inputs, blocks, sample).o, inputs.gate[sample])
 
 
 def _sample(inputs: Inputs) -> np.ndarray:
@@ -114,7 +114,7 @@ def _attended(inputs: Inputs, blocks: Array, sample: np.ndarray) -> Partial:
     request, position = (jnp.asarray(a, jnp.int32) for a in (sample // case.each, case.positions[sample]))
     rows = Rows(request, request, position)
     return _attend(
-        inputs.projected.q[sample], blocks[sample], inputs.cache, inputs.layer, inputs.table, rows, case, inputs.config
+        inputs.q[sample], blocks[sample], inputs.cache, inputs.layer, inputs.table, rows, case, inputs.config
     )
 
 

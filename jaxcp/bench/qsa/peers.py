@@ -44,7 +44,7 @@ def dense(inputs: Inputs) -> Program:
     case = inputs.case
     k, v = (x[None] for x in contiguous(inputs))
     options = {"scale": inputs.config.scale, "is_causal": case.rows == case.keys, "implementation": "cudnn"}
-    return Program(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options), (inputs.projected.q[None], k, v))
+    return Program(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options), (inputs.q[None], k, v))
 
 
 def gather(inputs: Inputs, tuning: tuple[int, int, int]) -> Callable[[Array], Program]:
@@ -56,7 +56,7 @@ def gather(inputs: Inputs, tuning: tuple[int, int, int]) -> Callable[[Array], Pr
         return (attend(q, k, v, slots, count),)
 
     static = inputs.case, inputs.config.ratio, inputs.cache.capacity
-    return lambda blocks: Program(run, (inputs.projected.q, k, v, *_slots(blocks, inputs.table, *static)))
+    return lambda blocks: Program(run, (inputs.q, k, v, *_slots(blocks, inputs.table, *static)))
 
 
 def alone(inputs: Inputs, blocks: Array) -> Program:

@@ -39,7 +39,7 @@ def attend(function: Callable, inputs: Inputs) -> Callable[[jax.Array], Program]
         partial = function(q, blocks, cache, layer, case.queries(table), config)
         return partial.o, partial.lse
 
-    return lambda blocks: Program(run, (inputs.projected.q, blocks, inputs.cache, inputs.layer, inputs.table))
+    return lambda blocks: Program(run, (inputs.q, blocks, inputs.cache, inputs.layer, inputs.table))
 
 
 def mixer(inputs: Inputs, implementation: str = "auto") -> Program:
