@@ -1,7 +1,6 @@
 """Queries, attention and gate some rows at a time: the same rows, and memory that does not grow with them."""
 
 import deviceless
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
