@@ -93,7 +93,8 @@ def _varying(own: frozenset[str], attend: Callable) -> Callable:
 
     def marked(*arguments) -> Partial:
         partial = attend(*arguments)
-        return Partial(*varying.over(own, partial.o, partial.lse), partial.base)
+        o, lse = varying.over(own, partial.o, partial.lse)
+        return Partial(o, lse, partial.base)
 
     return marked
 
