@@ -29,10 +29,9 @@ def seen(monkeypatch):
 
 @pytest.mark.parametrize(
     ("rows", "at_once", "steps"),
-    [(64, 64, [64]), (64, 16, [16]), (70, 16, [14]), (33, 16, [11]), (67, 16, [16, 3])],
+    [(64, 64, [64]), (64, 16, [16]), (67, 16, [16, 3]), (17, 16, [16, 1]), (0, 16, [0])],
 )
 def test_steps(monkeypatch, rows, at_once, steps):
-    """Equal steps if there are any of at least half the size; else the rest is a step of its own."""
     monkeypatch.setattr(mixing, "ROWS_AT_ONCE", at_once)
     traced = []
 
@@ -52,7 +51,7 @@ def test_prefill_in_steps(monkeypatch, seen):
     monkeypatch.setattr(mixing, "ROWS_AT_ONCE", 32)
     seen.clear()
     steps = Session(C, W, requests=2, rows=80).feed(x)  # another bucket: traced anew
-    assert seen == [20]
+    assert sorted(seen) == [16, 32]
     for request in x:
         close(steps[request][0], whole[request][0], "float32")
         same_selection(steps[request][1], whole[request][1])
@@ -63,7 +62,7 @@ def test_context_parallel_prefill_in_steps(monkeypatch, seen):
     whole = Session(C, W, requests=2).feed(x)
     monkeypatch.setattr(mixing, "ROWS_AT_ONCE", 8)
     steps = Ranks(C, W, cp=4, requests=2, rows=112).feed(x)
-    assert seen[-1] == 7
+    assert sorted(seen[-2:]) == [4, 8]
     for request in x:
         close(steps[request][0], whole[request][0], "float32")
         same_selection(steps[request][1], whole[request][1])

@@ -75,7 +75,7 @@ void top_blocks(int n, int k, const Kind& kind, Random& random) {
 void given() {
   Random random(1);
   for (const int k : {1, 16, 512, 2048}) {
-    for (const int n : {1, 2, 33, 513, 2049, 8192, 65536}) {
+    for (const int n : {1, 2, 33, 513, 2049, 8192, 8200, 32768, 65536}) {
       for (const Kind& kind : kKinds) top_blocks(n, k, kind, random);
       for (const Kind& kind : kMore) top_blocks(n, k, kind, random);
     }

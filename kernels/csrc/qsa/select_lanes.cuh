@@ -85,8 +85,89 @@ struct Lanes {
   }
 };
 
-// A block over the bits of n scores, none of them negative; aligned to 16 bytes.
+// A row's keys, a thread's share of them: the bits of n scores, none of them negative, in memory aligned to 16 bytes.
+// Each warp has a contiguous part of the row, the parts in order.
 template <int kThreads>
+struct InMemory {
+  const uint32_t* scores;
+  int32_t n, begin, end;  // of the warp's part
+
+  __device__ InMemory(const uint32_t* scores, int32_t n) : scores(scores), n(n) {
+    constexpr int32_t kWarps = kThreads / 32;
+    const int32_t part = ((n + kWarps - 1) / kWarps + 127) / 128 * 128;
+    begin = min(static_cast<int32_t>(threadIdx.x / 32) * part, n), end = min(begin + part, n);
+  }
+  // f(group, key) of every key; a thread's are in four groups.
+  template <class F>
+  __device__ void groups(F f) const {
+    const int32_t whole = n / 4, thread = static_cast<int32_t>(threadIdx.x);
+#pragma unroll 4
+    for (int32_t i = thread; i < whole; i += kThreads) {
+      const uint4 x = __ldg(reinterpret_cast<const uint4*>(scores) + i);
+      f(0, x.x), f(1, x.y), f(2, x.z), f(3, x.w);
+    }
+    if (thread < n % 4) f(0, __ldg(scores + 4 * whole + thread));
+  }
+  // f(key) of every key of the warp's part.
+  template <class F>
+  __device__ void part(F f) const {
+    const int32_t whole = begin + (end - begin) / 4 * 4, lane = static_cast<int32_t>(threadIdx.x % 32);
+#pragma unroll 4
+    for (int32_t i = begin + 4 * lane; i < whole; i += 128) {
+      const uint4 x = __ldg(reinterpret_cast<const uint4*>(scores + i));
+      f(x.x), f(x.y), f(x.z), f(x.w);
+    }
+    if (whole + lane < end) f(__ldg(scores + whole + lane));
+  }
+  // f(id, key) of the warp's part in order, a key per lane; as an integer, -1 where there is none.
+  template <class F>
+  __device__ void in_order(F f) const {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+#pragma unroll 8
+    for (int32_t i = begin; i < end; i += 32) {
+      f(i + lane, i + lane < end ? static_cast<int32_t>(__ldg(scores + i + lane)) : -1);
+    }
+  }
+};
+
+// The same of at most kThreads * kPerThread scores, read once into registers.
+template <int kThreads, int kPerThread>
+struct InRegisters {
+  static constexpr int32_t kMost = kThreads * kPerThread;
+  int32_t key[kPerThread];  // -1 where there is none
+  int32_t first;            // id of the first one
+
+  __device__ InRegisters(const uint32_t* scores, int32_t n) {
+    constexpr int32_t kWarps = kThreads / 32;
+    const int32_t part = ((n + kWarps - 1) / kWarps + 31) / 32 * 32;
+    const int32_t begin = static_cast<int32_t>(threadIdx.x / 32) * part, end = min(begin + part, n);
+    first = begin + static_cast<int32_t>(threadIdx.x % 32);
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      const int32_t id = first + 32 * j;
+      key[j] = id < end ? static_cast<int32_t>(__ldg(scores + id)) : -1;
+    }
+  }
+  template <class F>
+  __device__ void groups(F f) const {
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      if (key[j] >= 0) f(j % 4, static_cast<uint32_t>(key[j]));
+    }
+  }
+  template <class F>
+  __device__ void part(F f) const {
+    groups([&](int, uint32_t key) { f(key); });
+  }
+  template <class F>
+  __device__ void in_order(F f) const {
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) f(first + 32 * j, key[j]);
+  }
+};
+
+// A block over the keys of a row, which are with its threads as `Keys` says.
+template <int kThreads, class Keys>
 struct Block {
   static constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
   static constexpr int kWarps = kThreads / 32, kMine = kDigits / kThreads;
@@ -100,32 +181,20 @@ struct Block {
   };
 
   Shared& shared;
-  const uint32_t* scores;
-  int32_t n;
+  const Keys& keys;
   Warp warp;
   int thread = static_cast<int>(threadIdx.x);
 
   template <class F>
   __device__ void each(F f) const {
-    groups([&](int, uint32_t key) { f(key); });
-  }
-  // f(group, key) of every key; a thread's are in four groups.
-  template <class F>
-  __device__ void groups(F f) const {
-    const int32_t whole = n / 4;
-#pragma unroll 4
-    for (int32_t i = thread; i < whole; i += kThreads) {
-      const uint4 x = __ldg(reinterpret_cast<const uint4*>(scores) + i);
-      f(0, x.x), f(1, x.y), f(2, x.z), f(3, x.w);
-    }
-    if (thread < n % 4) f(0, __ldg(scores + 4 * whole + thread));
+    keys.groups([&](int, uint32_t key) { f(key); });
   }
 
   // If `wanted` groups have a greatest key of at least x, so many keys are at least x: the greatest keys of groups
   // bound the cut from below, and closely, so that only some more than `wanted` keys are ever counted.
   __device__ Range range(int32_t wanted) {
     uint32_t most[4] = {};
-    groups([&](int group, uint32_t key) { most[group] = max(most[group], key); });
+    keys.groups([&](int group, uint32_t key) { most[group] = max(most[group], key); });
     Range range{min(min(most[0], most[1]), min(most[2], most[3])), max(max(most[0], most[1]), max(most[2], most[3])),
                 wanted};
     extremes(range.low, range.high);
