@@ -20,7 +20,7 @@ help:
 	@sed -n 's/^# \{0,1\}//p' $(MAKEFILE_LIST) | head -4
 
 demo: $(VENV)/runtime.stamp
-	$(STEP) "demo: a real model decodes over a sharded KV cache"
+	$(STEP) "demo: a real model decodes over a sharded KV cache; a QSA layer prefills over 8 devices"
 	@$(VENV)/bin/jaxcp demo
 
 test: $(VENV)/test.stamp

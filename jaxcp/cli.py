@@ -73,14 +73,19 @@ def generate(
 
 @app.command()
 def demo() -> None:
-    """Decode a prompt with cp = 1, 2, 3, 8 and every backend, run a QSA layer over 8K tokens; fails on a difference."""
+    """Decode a prompt with cp = 1, 2, 3, 8 and every backend, run a QSA layer over 8K tokens on one device and on 8.
+
+    Fails on a difference.
+    """
     from jaxcp import launch
 
     launch.virtual_devices(DEMO_DEVICES)
     from jaxcp.models import demo as decode_demo
     from jaxcp.qsa import demo as qsa_demo
+    from jaxcp.qsa import demo_ranks
 
-    differ = [what for what, shown in (("tokens", decode_demo), ("QSA rows", qsa_demo)) if not shown.run()]
+    parts = {"tokens": decode_demo, "QSA rows": qsa_demo, "context-parallel QSA rows": demo_ranks}
+    differ = [what for what, part in parts.items() if not part.run()]
     if differ:
         typer.echo(f"jaxcp: {' and '.join(differ)} differ", err=True)
         raise typer.Exit(1)

@@ -3,12 +3,13 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from qsa_runs import Session, ids
 
-from jaxcp import qsa
+from jaxcp import overlap, qsa
 
 
 def mesh_of(cp: int, after: dict | None = None, **before) -> Mesh:
@@ -109,3 +110,20 @@ def same_on_every_device(cache: qsa.Cache):
     copies = [jax.tree.map(lambda a, i=i: a.addressable_shards[i].data, cache) for i in range(len(cache.k.devices()))]
     for copy in copies[1:]:
         same_bits(held(copies[0]), held(copy))
+
+
+def swapped(small, large, local, axis_name):
+    """Every rank takes its neighbour's rows of K and V for its own, as a gather with shards in the wrong places."""
+    small, local, finish = overlap.SCHEDULES["overlapped"](small, large, local, axis_name)
+    return small, local, lambda work: (jnp.roll(finish(work)[0], len(large), axis=0), work)
+
+
+def stale(small, large, local, axis_name):
+    """The rows of each next rank have not arrived when attention reads them."""
+    small, local, finish = overlap.SCHEDULES["overlapped"](small, large, local, axis_name)
+
+    def late(work):
+        rows = finish(work)[0]
+        return rows.at[: len(large)].set(0), work
+
+    return small, local, late

@@ -185,8 +185,10 @@ def test_demo_fails_if_a_token_differs(tokens, code, monkeypatch):
     """The comparison itself, with generations that are equal or not."""
     from jaxcp.models import demo
     from jaxcp.qsa import demo as qsa_demo
+    from jaxcp.qsa import demo_ranks
 
-    monkeypatch.setattr(qsa_demo, "run", lambda: True)  # has tests of its own
+    for part in (qsa_demo, demo_ranks):
+        monkeypatch.setattr(part, "run", lambda: True)  # has tests of its own
 
     calls = iter([[[1, 2]]] + [[tokens]] * 100)
 
@@ -205,15 +207,24 @@ def test_demo_fails_if_a_token_differs(tokens, code, monkeypatch):
     assert ("NO" in result.stdout) == bool(code)
 
 
-def test_demo_fails_if_a_qsa_row_differs(monkeypatch):
+@pytest.mark.parametrize(
+    ("equal", "said"),
+    [
+        ((False, True), "QSA rows differ"),
+        ((True, False), "context-parallel QSA rows differ"),
+        ((False, False), "QSA rows and context-parallel QSA rows differ"),
+    ],
+)
+def test_demo_fails_if_a_qsa_row_differs(equal, said, monkeypatch):
     from jaxcp.models import demo
     from jaxcp.qsa import demo as qsa_demo
+    from jaxcp.qsa import demo_ranks
 
-    monkeypatch.setattr(demo, "run", lambda: True)
-    monkeypatch.setattr(qsa_demo, "run", lambda: False)
+    for part, held in ((demo, True), (qsa_demo, equal[0]), (demo_ranks, equal[1])):
+        monkeypatch.setattr(part, "run", lambda held=held: held)
     result = jaxcp("demo")
     assert result.exit_code == 1
-    assert result.stderr == "jaxcp: QSA rows differ\n"
+    assert result.stderr == f"jaxcp: {said}\n"
 
 
 @pytest.mark.slow

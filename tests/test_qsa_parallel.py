@@ -10,7 +10,17 @@ import qsa_oracle as oracle
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from qsa_parallel import Ranks, held, mesh_of, program, replicated, same_bits, same_on_every_device
+from qsa_parallel import (
+    Ranks,
+    held,
+    mesh_of,
+    program,
+    replicated,
+    same_bits,
+    same_on_every_device,
+    stale,
+    swapped,
+)
 from qsa_runs import Session, close, same_selection
 
 from jaxcp import overlap, qsa
@@ -236,30 +246,14 @@ def test_a_stack_of_layers(scan):
     close(again[: len(x)], want, "float32")
 
 
-def swapped(small, large, local, axis_name):
-    """Every rank takes its neighbour's rows of K and V for its own, as a gather with shards in the wrong places."""
-    small, local, finish = overlap.SCHEDULES["overlapped"](small, large, local, axis_name)
-    return small, local, lambda work: (jnp.roll(finish(work)[0], len(large), axis=0), work)
-
-
-def stale(small, large, local, axis_name):
-    """The rows of each next rank have not arrived when attention reads them."""
-    small, local, finish = overlap.SCHEDULES["overlapped"](small, large, local, axis_name)
-
-    def late(work):
-        rows = finish(work)[0]
-        return rows.at[: len(large)].set(0), work
-
-    return small, local, late
-
-
 @pytest.mark.parametrize("broken", [swapped, stale])
 def test_wrong_peer_rows_are_seen_on_every_rank(broken, monkeypatch):
-    monkeypatch.setitem(overlap.SCHEDULES, "broken", broken)
+    name = broken.__name__  # programs are kept by the name of their schedule
+    monkeypatch.setitem(overlap.SCHEDULES, name, broken)
     plain, ranks, x = both(4, [(0, 64), (5, 40)])
     want = np.concatenate([y for y, _ in plain.feed(x).values()])
     plan, rows = ranks.plan(x), np.concatenate(list(x.values()))
-    run = program(ranks.mesh, schedule="broken")
+    run = program(ranks.mesh, schedule=name)
     y, cache, _ = run(ranks.params, plan.shard(rows), ranks.cache, plan, np.int32(0))
     split = plan.layout.split([64, 40])
     for rank, (got, own) in enumerate(
