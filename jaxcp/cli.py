@@ -136,17 +136,27 @@ def exchange(
     cp: Annotated[int, typer.Option(help="Ranks; 1 measures the merge alone. All GPUs if left out, at most 8.")] = 0,
     tokens: Annotated[list[int] | None, typer.Option(help="Tokens of the batch; repeatable.")] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw several ranks' into this file (.svg, .png).")] = None,
     repeat: Annotated[int, typer.Option(help="Runs per measurement; medians are reported.")] = 50,
 ) -> None:
     """The exchange between ranks, every backend on the same work; on one GPU its merge, beside XLA's."""
     import jax
     from rich.console import Console
 
-    from jaxcp.bench import exchange, ranks
+    from jaxcp.bench import exchange, ranks, ranks_plot
+    from jaxcp.bench import plot as picture
 
     cp = cp or (min(8, jax.device_count()) if jax.default_backend() == "gpu" else 1)
+    if plot is not None:
+        picture.check(plot)
+        if cp == 1:
+            raise invalid("plot", plot, "--cp of at least 2 with it", "The merge on one GPU is not drawn.")
     if cp > 1:
-        ranks.run(cp, tokens=tokens or ranks.TOKENS, output=output, repeat=repeat, console=Console())
+        tokens = tokens or list(ranks.TOKENS)
+        progress = Console(stderr=True)
+        record = ranks.run(cp, tokens=tokens, output=output, repeat=repeat, console=Console(), progress=progress)
+        if plot is not None and jax.process_index() == 0:
+            ranks_plot.draw(record, plot)
     else:
         exchange.run(tokens=tokens or exchange.TOKENS, output=output, repeat=repeat, console=Console())
 
@@ -162,14 +172,35 @@ def qsa(
     """A QSA layer on one GPU, part by part: every implementation, beside its peers and its floors."""
     from rich.console import Console
 
-    from jaxcp.bench.qsa import plot as picture
+    from jaxcp.bench import plot as picture
+    from jaxcp.bench.qsa import plot as qsa_picture
     from jaxcp.bench.qsa.run import cases, run
 
     if plot is not None:
         picture.check(plot)
     record = run(cases(rows, quick), output=output, repeat=repeat, console=Console())
     if plot is not None:
-        picture.draw(record, plot)
+        qsa_picture.draw(record, plot)
+
+
+plots = typer.Typer(help="Draw what was measured.", no_args_is_help=True)
+app.add_typer(plots, name="plot")
+
+
+@plots.callback()
+def pictures() -> None:
+    """Draw what was measured."""
+
+
+@plots.command()
+def record(
+    file: Annotated[Path, typer.Argument(help="JSON file that `jaxcp bench exchange --cp N` or `bench qsa` wrote.")],
+    picture: Annotated[Path, typer.Argument(help="File to draw into (.svg, .png).")],
+) -> None:
+    """The figures of a benchmark, also of one that was stopped on the way."""
+    from jaxcp.bench import pictures
+
+    pictures.draw(file, picture)
 
 
 def _relaunch(processes: int, cp: int, limit_s: float) -> None:

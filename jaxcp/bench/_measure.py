@@ -212,7 +212,9 @@ def record(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: str | os.PathLike[str], recorded: dict[str, Any]) -> None:
-    """Writes a record as JSON, folders included."""
+    """Writes a record as JSON, folders included; whoever reads the file meanwhile gets the one before."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(recorded, indent=1) + "\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(recorded, indent=1) + "\n")
+    part.replace(path)

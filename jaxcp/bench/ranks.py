@@ -11,7 +11,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -51,8 +51,9 @@ def run(
     repeat: int = 21,
     output: str | os.PathLike[str] | None = None,
     console: Console | None = None,
+    progress: Console | None = None,
 ) -> dict[str, Any]:
-    """Measures every usable backend for every number of tokens; returns the record that `output` also gets.
+    """Measures every usable backend for every number of tokens; returns the record.
 
     Collective over the processes of the job; each measures its own ranks, and all get the same record.
 
@@ -63,8 +64,9 @@ def run(
       dim: of a row.
       dtype: of the rows.
       repeat: timed runs of a program; medians are reported.
-      output: JSON file to write (process 0).
-      console: where to print progress and the table; none if None.
+      output: JSON file that gets the record so far after each number of tokens (process 0).
+      console: where to print the table; none if None.
+      progress: where to say what has been measured, and what cannot be; none if None.
 
     Raises:
       ValueError: a count that is not positive, or cp exceeds the devices.
@@ -78,30 +80,34 @@ def run(
     facts |= {"dtype": dtype, "max_tokens": max(tokens)}
     blockers = explain(mesh, "cp", **facts).blockers
     rate = _peer_copy_rate(mesh)
-    rows = []
-    for backend in BACKENDS:
-        if why := blockers[backend]:
-            _say(console, f"{backend}: not measured, {why}")
-            continue
-        exchange = Exchange(mesh, "cp", backend=backend, **facts)
-        for count in tokens:
-            rows.append({"backend": backend, "cp": cp, "tokens": count} | _measured(exchange, count, repeat))
-            _say(console, f"{backend}, {count} tokens: {rows[-1]['cadence_us']:.2f} us per layer")
-        exchange.check()
-        exchange.close()
-    figures = {
+    figures: dict[str, Any] = {
         "benchmark": "exchange", "cp": cp, "heads": facts["heads"], "dim": dim, "dtype": dtype, "layers": LAYERS,
         "peer_copy_tb_s": rate and rate / 1e12, "blocked": {name: why for name, why in blockers.items() if why},
-        "rows": rows,
+        "rows": [],
     }  # fmt: skip
-    for row in rows:
-        row["floor_us"] = rate and _bytes_per_rank(row, figures) / rate * 1e6
     recorded = _measure.record(figures)
-    if output is not None and jax.process_index() == 0:
-        _measure.write(output, recorded)
+    for backend in BACKENDS:
+        if why := blockers[backend]:
+            _say(progress, f"{backend}: not measured, {why}")
+            continue
+        for row in _rows(Exchange(mesh, "cp", backend=backend, **facts), tokens, repeat):
+            row["floor_us"] = rate and _bytes_per_rank(row, figures) / rate * 1e6
+            recorded["rows"].append(row)
+            if output is not None and jax.process_index() == 0:
+                _measure.write(output, recorded)
+            clocks = " / ".join(_cell(row[name]) for name in CLOCKS)
+            _say(progress, f"{backend}, {row['tokens']} tokens: kernel / cadence / eager {clocks} us per layer")
     if console is not None:
         console.print(table(recorded))
     return recorded
+
+
+def _rows(exchange: Exchange, tokens: Iterable[int], repeat: int) -> Iterator[dict[str, Any]]:
+    """Figures of one backend for each number of tokens, as they are measured."""
+    for count in tokens:
+        yield {"backend": exchange.backend, "cp": exchange.cp, "tokens": count} | _measured(exchange, count, repeat)
+    exchange.check()
+    exchange.close()
 
 
 def layers(exchange: Exchange, count: int) -> Step:

@@ -73,7 +73,7 @@ def _simulated_ranks(record: dict[str, Any]) -> str:
 def _exchange(record: dict[str, Any]) -> str:
     times = {(row["backend"], row["tokens"]): row for row in record["rows"]}
     tokens, backends = sorted({n for _, n in times}), dict.fromkeys(name for name, _ in times)
-    lines = [[name, *(_clocks(times[name, n]) for n in tokens)] for name in backends]
+    lines = [[name, *(_clocks(times.get((name, n), {})) for n in tokens)] for name in backends]
     facts = (
         f"{record['cp']} ranks, {record['heads']} heads of {record['dim']}, {record['dtype']}; µs per layer of "
         f"{record['layers']}, of the slowest rank: kernels / cadence / eager"
@@ -95,7 +95,8 @@ def _qsa(record: dict[str, Any]) -> str:
 
 
 def _clocks(row: dict[str, Any]) -> str:
-    clocks = (row["kernel_us"], row["cadence_us"], row["eager_us"])
+    """The three clocks; nothing for what was not measured."""
+    clocks = [row[name] for name in ("kernel_us", "cadence_us", "eager_us")] if row else []
     return " / ".join("-" if us is None else f"{us:.1f}" for us in clocks)
 
 

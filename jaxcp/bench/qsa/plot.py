@@ -1,56 +1,23 @@
 """A record of the benchmark as a picture: every implementation, peer and floor of a part, on one axis of time."""
 
-import importlib.util
 import os
-import pathlib
 from typing import Any
 
+from jaxcp.bench import plot
 from jaxcp.bench.qsa.table import PARTS, case_name
-from jaxcp.errors import BackendError, invalid
 
-FORMATS = (".svg", ".png", ".pdf")
 DRAWN = ("select", "attend", "mixer")
-MARKERS = "osD^vPX*<>pdhH8"  # more than the ten colours, so that no two names look alike
-
-
-def check(path: str | os.PathLike[str]) -> None:
-    """Raises unless `draw` can write there: ask before a long measurement.
-
-    Raises:
-      ValueError: a format that is not drawn.
-      BackendError: matplotlib is not installed.
-    """
-    if (suffix := pathlib.Path(path).suffix) not in FORMATS:
-        raise invalid("plot", repr(suffix), f"a file named {' or '.join(FORMATS)}", "Choose another name.")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BackendError("plot: matplotlib is not installed; expected it. pip install 'jaxcp[bench]'.")
 
 
 def draw(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Draws the record into a file; raises as `check` does."""
-    check(path)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "jaxcp"  # the same record gives the same file
-    import matplotlib.pyplot as plt
-
+    """Draws the record into a file; raises as `plot.check` does."""
     columns = {part: _columns(record, part) for part in DRAWN}
-    figure, axes = plt.subplots(
-        1, len(DRAWN), figsize=(15, 5), width_ratios=[max(1, len(c)) for c in columns.values()], layout="constrained"
-    )
     names = list(dict.fromkeys(name for c in columns.values() for marks in c.values() for name in marks))
-    for axis, (part, marked) in zip(axes, columns.items(), strict=True):
-        _draw_part(axis, PARTS[part], marked, names)
-    handles = {}
-    for axis in axes:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, frameon=False)
-    figure.suptitle(f"QSA layer on {record['environment']['device_kind']}, {record['date'][:10]}")
-    folder = pathlib.Path(path).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if pathlib.Path(path).suffix == ".svg" else None)
-    plt.close(figure)
+    title = f"QSA layer on {record['environment']['device_kind']}, {record['date'][:10]}"
+    widths = [max(1, len(c)) for c in columns.values()]
+    with plot.subplots(path, title, len(DRAWN), figsize=(15, 5), width_ratios=widths) as axes:
+        for axis, (part, marked) in zip(axes, columns.items(), strict=True):
+            _draw_part(axis, PARTS[part], marked, names)
 
 
 def _columns(record: dict[str, Any], part: str) -> dict[str, dict[str, float]]:
@@ -78,7 +45,7 @@ def _draw_part(axis: Any, title: str, columns: dict[str, dict[str, float]], name
     for i, name in enumerate(names):
         at = [(x, marks[name]) for x, marks in enumerate(columns.values()) if name in marks]
         if at:
-            mark = ("_", 200) if name.startswith("floor") else (MARKERS[i % len(MARKERS)], 30)
+            mark = ("_", 200) if name.startswith("floor") else (plot.MARKERS[i % len(plot.MARKERS)], 30)
             axis.scatter(*zip(*at, strict=True), label=name, color=f"C{i}", marker=mark[0], s=mark[1])
     axis.set_xticks(range(len(columns)), columns, rotation=90, fontsize=7)
     axis.set_xlim(-0.7, len(columns) - 0.3)
