@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import simulated_ranks
 from conftest import PLATFORM
 from jax.experimental.compute_on import compute_on
 
-from jaxcp import LogBase, native
+from jaxcp import LogBase
 from jaxcp.exchange import fused
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.native.workspace_library import Config
@@ -36,7 +37,7 @@ class SimulatedExchange:
     def __init__(self, cp, heads, head_dim, dtype="bfloat16", max_tokens=32, timeout_s=TIMEOUT_S):
         self.spec = ExchangeSpec(cp, heads, head_dim, np.dtype(jnp.dtype(dtype)), max_tokens)
         self.sites = itertools.count()
-        self.library, self.number = native.load_exchange("cuda"), next(self.numbers)
+        self.library, self.number = simulated_ranks.load(), next(self.numbers)
         timeout_ns = int(timeout_s * 1e9)
         self.configs = [
             Config(
@@ -61,7 +62,7 @@ class SimulatedExchange:
         places = jnp.asarray(range(cp) if places is None else places, jnp.uint32)
         attributes = {"base": np.int64(fused.BASES[base]), "axes": np.array([1, cp])}
         call = (self.number, next(self.sites), (places,))
-        return fused.custom_call("jaxcp_fused_simulated", results, (o, lse), *call, **attributes)
+        return fused.custom_call(simulated_ranks.TARGET, results, (o, lse), *call, **attributes)
 
     def launches(self):
         return sum(self.library.launches(config) for config in self.configs) // self.spec.cp

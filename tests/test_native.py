@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+import simulated_ranks
 from conftest import PLATFORM
 
 from jaxcp import native
@@ -319,3 +320,31 @@ def test_the_gpu_library_compiles():
     assert loaded.protocol_version >= 1
     for symbol in registry.HANDLERS["cuda"]:
         loaded.capsule(symbol)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiler._nvcc_candidates(), reason="needs nvcc")
+def test_the_handler_of_simulated_ranks_compiles(tmp_path):
+    """The file that only tests on a GPU use, by the command that makes them their library."""
+    wanted = simulated_ranks.recipe(architectures=("sm_90a",))
+    command = wanted.compile_command(str(simulated_ranks.SOURCE), tmp_path / "handler.o")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert simulated_ranks.TARGET.encode() in (tmp_path / "handler.o").read_bytes()
+
+
+def test_libraries_have_workspaces_as_their_sources_say(monkeypatch):
+    for kind in (native.Library, native.WorkspaceLibrary):
+        monkeypatch.setattr(registry, kind.__name__, lambda *_, kind=kind: object.__new__(kind))
+    monkeypatch.setattr(builder, "recipe", lambda variant: types.SimpleNamespace(key=""))
+    monkeypatch.setattr(builder, "ensure", lambda wanted: Path())
+    monkeypatch.setattr(registry, "_preload", lambda library, device: None)
+    monkeypatch.setattr(registry, "HANDLERS", dict.fromkeys(builder.SOURCES, ()))
+    for variant, has in {"cpu": 1, "cuda": 1, "flashinfer": 1, "qsa": 0, "flashinfer_topk": 0}.items():
+        assert isinstance(registry.load.__wrapped__(variant), native.WorkspaceLibrary) == has
+
+
+def test_a_library_without_workspaces_is_refused(monkeypatch):
+    monkeypatch.setattr(registry, "load", lambda variant: object())
+    with pytest.raises(ValueError, match=r"variant: got 'qsa'; expected one of \['cpu', 'cuda', 'flashinfer'"):
+        registry.load_exchange("qsa")

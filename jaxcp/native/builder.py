@@ -29,7 +29,7 @@ from jaxcp.native import compiler as compilers
 _COMMON = ("build_key.cc", "workspace.cc", "workspace_api.cc")
 SOURCES = {
     "cpu": (*_COMMON, "fused_block.cc", "memory_host.cc", "ffi_cpu.cc"),
-    "cuda": (*_COMMON, "fused_block.cc", "memory_cuda.cc", "exchange.cu", "ffi_cuda.cc", "ffi_simulated.cc"),
+    "cuda": (*_COMMON, "fused_block.cc", "memory_cuda.cc", "exchange.cu", "ffi_cuda.cc"),
     "flashinfer": (*_COMMON, "flashinfer_block.cc", "memory_cuda.cc", "flashinfer.cu", "ffi_flashinfer.cc"),
     "qsa": (
         "build_key.cc",

@@ -4,22 +4,22 @@ import functools
 
 import jax
 
-from jaxcp.errors import BackendError, BuildError, JaxcpError
+from jaxcp.errors import BackendError, BuildError, JaxcpError, invalid
 from jaxcp.native import builder
 from jaxcp.native.library import Library
 from jaxcp.native.workspace_library import WorkspaceLibrary
 
 HANDLERS = {
     "cpu": ("jaxcp_fused",),
-    "cuda": ("jaxcp_fused", "jaxcp_fused_simulated"),
+    "cuda": ("jaxcp_fused",),
     "flashinfer": ("jaxcp_flashinfer",),
     "qsa": ("jaxcp_qsa_attend", "jaxcp_qsa_select"),
     "flashinfer_topk": ("jaxcp_qsa_flashinfer_topk",),
 }
 """FFI targets of each library, under the names of their symbols."""
 
-_EXCHANGES = ("cpu", "cuda", "flashinfer")
-"""Libraries with workspaces."""
+_WORKSPACES = "workspace_api.cc"
+"""The source with which a library has workspaces."""
 
 _targets: dict[tuple[str, str], str] = {}
 """What each (target, platform) of this process was registered for."""
@@ -39,7 +39,7 @@ def load(variant: str, **options) -> Library:
     """
     devices = jax.local_devices()  # the backend must exist before handlers are registered
     wanted = builder.recipe(variant, **options)
-    kind = WorkspaceLibrary if variant in _EXCHANGES else Library
+    kind = WorkspaceLibrary if _WORKSPACES in builder.SOURCES[variant] else Library
     library = kind(builder.ensure(wanted), variant, wanted.key)
     for symbol in HANDLERS[variant]:
         _register(symbol, library.capsule(symbol), "cpu" if variant == "cpu" else "CUDA", f"{variant} library")
@@ -50,9 +50,15 @@ def load(variant: str, **options) -> Library:
 
 
 def load_exchange(variant: str, **options) -> WorkspaceLibrary:
-    """`load` of a library with workspaces: "cpu", "cuda" or "flashinfer"."""
+    """`load` of a library with workspaces: "cpu", "cuda" or "flashinfer".
+
+    Raises:
+      ValueError: a library without.
+    """
     library = load(variant, **options)
-    assert isinstance(library, WorkspaceLibrary), f"{variant} has no workspaces"
+    if not isinstance(library, WorkspaceLibrary):
+        having = [name for name, sources in builder.SOURCES.items() if _WORKSPACES in sources]
+        raise invalid("variant", repr(variant), f"one of {having}", "The others have no workspaces.")
     return library
 
 
