@@ -103,3 +103,46 @@ def run(*command: str | os.PathLike, timeout_s: float, **environment: str) -> st
         raise AssertionError(f"{command} hangs: no end after {timeout_s} s; printed {expired.stdout!r}") from expired
     assert done.returncode == 0, f"{command} returned {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
+
+
+def cases_on_a_gpu(
+    program: str,
+    kernels: Sequence[pathlib.Path],
+    names: Sequence[str],
+    sanitized: Sequence[tuple[str, Sequence[str]]],
+    **environment: str,
+) -> type:
+    """Tests of the cases of a CUDA program on the GPU that is present: a class for a test file to name `Test...`.
+
+    Args:
+      program: in tests/native; prints its cases' names, runs the one that is named, and fails as it does.
+      kernels: further sources.
+      names: its cases.
+      sanitized: (tool of compute-sanitizer, the program's arguments).
+      environment: of the program under the sanitizer.
+    """
+
+    class Cases:
+        @pytest.fixture(scope="class")
+        def cases(self, tmp_path_factory) -> pathlib.Path:
+            output = tmp_path_factory.mktemp("native") / pathlib.Path(program).stem
+            return compile_cuda([NATIVE / program, *kernels], output, present_architecture())
+
+        def test_no_case_is_missing(self, cases):
+            printed = set(run(cases, timeout_s=60).split())
+            assert printed == set(names), printed.symmetric_difference(names)
+
+        @pytest.mark.parametrize("name", names)
+        def test_case(self, cases, name):
+            print(run(cases, name, timeout_s=120))
+
+        @pytest.mark.parametrize(
+            ("check", "case"), sanitized, ids=["-".join((tool, *case)) for tool, case in sanitized]
+        )
+        def test_sanitizer(self, cases, check, case):
+            if not (sanitizer := shutil.which("compute-sanitizer")):
+                pytest.skip("compute-sanitizer is not on PATH")
+            command = (sanitizer, "--tool", check, "--error-exitcode", "9", cases, *case)
+            print(run(*command, timeout_s=300, **environment))
+
+    return Cases

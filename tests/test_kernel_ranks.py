@@ -1,8 +1,5 @@
 """The exchange kernel on ranks simulated on one GPU (tests/native/exchange_cases.cu)."""
 
-import shutil
-from pathlib import Path
-
 import native_programs
 import pytest
 from native_programs import CSRC, NATIVE
@@ -28,44 +25,24 @@ CASES = (
 ONE_GRID = {"JAXCP_ONE_GRID": "1"}
 """All ranks as one grid: a sanitizer runs kernels one after the other."""
 
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory) -> Path:
-    sources = [NATIVE / "exchange_cases.cu", CSRC / "exchange.cu"]
-    output = tmp_path_factory.mktemp("native") / "exchange_cases"
-    return native_programs.compile_cuda(sources, output, native_programs.present_architecture())
+SANITIZED = [
+    ("memcheck", ("table", "12")),
+    ("memcheck", ("call_numbers",)),
+    ("racecheck", ("table", "4")),
+    ("racecheck", ("varying_rows",)),
+]
 
 
 @pytest.mark.xdist_group("one_gpu")
-class TestOnOneGpu:
-    def test_no_case_is_missing(self, cases):
-        assert set(native_programs.run(cases, timeout_s=60).split()) == set(CASES)
-
-    @pytest.mark.parametrize("name", CASES)
-    def test_case(self, cases, name):
-        print(native_programs.run(cases, name, timeout_s=120))
-
+class TestOnOneGpu(
+    native_programs.cases_on_a_gpu("exchange_cases.cu", [CSRC / "exchange.cu"], CASES, SANITIZED, **ONE_GRID)
+):
     @pytest.mark.soak
     @pytest.mark.parametrize(
         ("name", "calls"), [("soak", 100_000), ("tearing", 20_000), ("skew", 100_000), ("alternating", 100_000)]
     )
     def test_long(self, cases, name, calls):
         print(native_programs.run(cases, name, str(calls), timeout_s=1800))
-
-    @pytest.mark.parametrize(
-        ("check", "case"),
-        [
-            ("memcheck", ("table", "12")),
-            ("memcheck", ("call_numbers",)),
-            ("racecheck", ("table", "4")),
-            ("racecheck", ("varying_rows",)),
-        ],
-    )
-    def test_sanitizer(self, cases, check, case):
-        if not (sanitizer := shutil.which("compute-sanitizer")):
-            pytest.skip("compute-sanitizer is not on PATH")
-        command = (sanitizer, "--tool", check, "--error-exitcode", "9", cases, *case)
-        print(native_programs.run(*command, timeout_s=300, **ONE_GRID))
 
     def test_flashinfer_agrees_with_the_float64_merge(self, tmp_path):
         architecture = native_programs.present_architecture()

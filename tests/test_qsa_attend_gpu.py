@@ -1,15 +1,13 @@
 """Sparse attention in CUDA on a GPU: the kernels by themselves (tests/native/qsa_attend_cases.cu) and through JAX."""
 
 import dataclasses
-import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import native_programs
 import numpy as np
 import pytest
-from native_programs import CSRC, NATIVE
+from native_programs import CSRC
 
 from jaxcp import qsa
 from jaxcp.qsa.kernel_attend import attend_cuda
@@ -23,26 +21,12 @@ CASES = ("shapes", "choices", "long_contexts", "nothing", "same_bits", "graphs",
 KERNELS = ("attend.cu", "attend_lists.cu", "attend_mma.cu", "attend_rows.cu", "attend_wgmma.cu")
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory) -> Path:
-    sources = [NATIVE / "qsa_attend_cases.cu", *(CSRC / "qsa" / name for name in KERNELS)]
-    output = tmp_path_factory.mktemp("native") / "qsa_attend_cases"
-    return native_programs.compile_cuda(sources, output, native_programs.present_architecture())
-
-
-class TestKernels:
-    def test_no_case_is_missing(self, cases):
-        assert set(native_programs.run(cases, timeout_s=60).split()) == set(CASES)
-
-    @pytest.mark.parametrize("name", CASES)
-    def test_case(self, cases, name):
-        print(native_programs.run(cases, name, timeout_s=120))
-
-    @pytest.mark.parametrize("check", ["memcheck", "racecheck"])
-    def test_sanitizer(self, cases, check):
-        if not (sanitizer := shutil.which("compute-sanitizer")):
-            pytest.skip("compute-sanitizer is not on PATH")
-        print(native_programs.run(sanitizer, "--tool", check, "--error-exitcode", "9", cases, "small", timeout_s=300))
+TestKernels = native_programs.cases_on_a_gpu(
+    "qsa_attend_cases.cu",
+    [CSRC / "qsa" / name for name in KERNELS],
+    CASES,
+    [("memcheck", ["small"]), ("racecheck", ["small"])],
+)
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Block selection in CUDA on a GPU: the kernels by themselves (tests/native/qsa_select_cases.cu) and through JAX."""
 
 import dataclasses
-import shutil
 from functools import partial as bind
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ import native_programs
 import numpy as np
 import pytest
 import qsa_oracle as oracle
-from native_programs import CSRC, NATIVE
+from native_programs import CSRC
 from qsa_runs import ids, same_selection
 
 from jaxcp import qsa
@@ -27,26 +25,12 @@ KERNELS = ("select.cc", "select_stored.cu", "select_stream.cu")
 METHODS = {"stored": kernel_select.STORED, "streaming": kernel_select.STREAMING}
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory) -> Path:
-    sources = [NATIVE / "qsa_select_cases.cu", *(CSRC / "qsa" / name for name in KERNELS)]
-    output = tmp_path_factory.mktemp("native") / "qsa_select_cases"
-    return native_programs.compile_cuda(sources, output, native_programs.present_architecture())
-
-
-class TestKernels:
-    def test_no_case_is_missing(self, cases):
-        assert set(native_programs.run(cases, timeout_s=60).split()) == set(CASES)
-
-    @pytest.mark.parametrize("name", CASES)
-    def test_case(self, cases, name):
-        print(native_programs.run(cases, name, timeout_s=120))
-
-    @pytest.mark.parametrize("check", ["memcheck", "racecheck"])
-    def test_sanitizer(self, cases, check):
-        if not (sanitizer := shutil.which("compute-sanitizer")):
-            pytest.skip("compute-sanitizer is not on PATH")
-        print(native_programs.run(sanitizer, "--tool", check, "--error-exitcode", "9", cases, "small", timeout_s=300))
+TestKernels = native_programs.cases_on_a_gpu(
+    "qsa_select_cases.cu",
+    [CSRC / "qsa" / name for name in KERNELS],
+    CASES,
+    [("memcheck", ["small"]), ("racecheck", ["small"])],
+)
 
 
 @pytest.fixture
