@@ -26,7 +26,7 @@ Leaf = Any
 """An array, or its PartitionSpec."""
 
 PAGE_SIZE = 16
-PREFILL_ROWS = (16, 64, 512)
+PREFILL_ROWS = (16, 64, 128, 256, 512)
 """Tokens of a prompt per prefill program: the smallest that holds the prompt, else the largest, repeatedly."""
 
 
