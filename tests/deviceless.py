@@ -21,6 +21,8 @@ import pytest
 PLUGIN = os.environ.get("JAXCP_COMPILE_ONLY")
 TARGETS = pathlib.Path(__file__).parent / "targets"
 ARCHITECTURES = ("h200", "b200")
+QUICK = "--xla_gpu_autotune_level=0 --xla_gpu_disable_gpuasm_optimizations"
+"""Nothing is timed or run: kernels of XLA's own need neither the fastest variant nor ptxas's optimisations."""
 
 requires_plugin = pytest.mark.skipif(
     not PLUGIN, reason="JAXCP_COMPILE_ONLY names no folder with the compile-only CUDA plugin (make test sets it)"
@@ -57,7 +59,7 @@ def run(snippet: str, tmp_path: pathlib.Path, architecture: str = "h200", timeou
     source = _PRELUDE.format(target=target, output=str(output)) + textwrap.dedent(snippet)
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(PLUGIN), str(pathlib.Path(__file__).parent)]), "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": QUICK,
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"the snippet failed:\n{done.stderr[-4000:]}"
