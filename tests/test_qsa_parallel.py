@@ -34,6 +34,7 @@ from jaxcp.qsa.sparse import ATTEND
 from jaxcp.qsa.view import view_of
 
 C, W = oracle.TINY, oracle.weights(oracle.TINY)
+BUDGET, ROOM = (oracle.BUDGET, oracle.weights(oracle.BUDGET)), {"tokens": 8256, "page_size": 64, "rows": 256}
 PREFIXES = (21, 0, 13, 6, 64, 3, 0, 8)
 
 
@@ -287,36 +288,42 @@ def test_one_program_serves_a_bucket_and_nothing_leaves_the_devices():
 @pytest.mark.slow
 def test_ranks_agree_with_the_models_budget():
     """Rows on both sides of the budget, at the model's budget and ratio."""
-    config, tensors = oracle.BUDGET, oracle.weights(oracle.BUDGET)
-    x = {0: oracle.hidden(config, 2100, 1)}
-    plain = Session(config, tensors, tokens=2112, page_size=64, rows=2560, requests=1)
-    ranks = Ranks(config, tensors, cp=8, tokens=2112, page_size=64, rows=2560, requests=1)
+    x = {0: oracle.hidden(oracle.BUDGET, 2100, 1)}
+    plain = Session(*BUDGET, tokens=2112, page_size=64, rows=2560, requests=1)
+    ranks = Ranks(*BUDGET, cp=8, tokens=2112, page_size=64, rows=2560, requests=1)
     a, b = plain.feed(x), ranks.feed(x)
     assert a[0][1] == b[0][1]
     close(b[0][0], a[0][0], "float32")
+
+
+@functools.cache
+def one_device(cases):
+    """New tokens, the cache and its lengths after the prefixes, and what one device makes of them."""
+    x = [oracle.hidden(BUDGET[0], prefix + n, i) for i, (prefix, n) in enumerate(cases)]
+    plain = Session(*BUDGET, requests=len(cases), **ROOM)
+    if prefixes := {i: x[i][:prefix] for i, (prefix, _) in enumerate(cases) if prefix}:
+        plain.feed(prefixes)
+    cache, lengths = jax.tree.map(np.asarray, plain.cache), plain.lengths.copy()
+    new = {i: x[i][prefix:] for i, (prefix, _) in enumerate(cases)}
+    return new, cache, lengths, plain.feed(new)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cp", "layout", "cases"),
     [
-        (8, "zigzag", [(0, 8193)]),
-        (8, "interleave", [(0, 8193)]),
-        (4, "zigzag", [(7168, 1024)]),
-        (8, "zigzag", [(0, 2048)] * 4),
-        (4, "zigzag", [(64, 3000), (0, 5192)]),
+        (8, "zigzag", ((0, 8193),)),
+        (8, "interleave", ((0, 8193),)),
+        (4, "zigzag", ((7168, 1024),)),
+        (8, "zigzag", ((0, 2048),) * 4),
+        (4, "zigzag", ((64, 3000), (0, 5192))),
     ],
 )
 def test_published_cases(cp, layout, cases):
     """The shapes of public equality runs (prefix 57344 and 4 x 8192 at a quarter or less), at the model's budget."""
-    config, tensors = oracle.BUDGET, oracle.weights(oracle.BUDGET)
-    x = {i: oracle.hidden(config, prefix + n, i) for i, (prefix, n) in enumerate(cases)}
-    sizes = {"tokens": 8256, "page_size": 64, "rows": 256, "requests": len(cases)}
-    plain, ranks = Session(config, tensors, **sizes), Ranks(config, tensors, cp=cp, layout=layout, **sizes)
-    for run in (plain, ranks):
-        run.feed({i: x[i][:prefix] for i, (prefix, _) in enumerate(cases)})
-    new = {i: x[i][prefix:] for i, (prefix, _) in enumerate(cases)}
-    a, b = plain.feed(new), ranks.feed(new)
-    for i in new:
-        assert a[i][1] == b[i][1]
-        close(b[i][0], a[i][0], "float32")
+    new, cache, lengths, want = one_device(cases)
+    ranks = Ranks(*BUDGET, cp=cp, layout=layout, requests=len(cases), **ROOM)
+    ranks.cache, ranks.lengths = replicated(cache, ranks.mesh), lengths.copy()
+    for i, (y, blocks) in ranks.feed(new).items():
+        assert blocks == want[i][1]
+        close(y, want[i][0], "float32")
