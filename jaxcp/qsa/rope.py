@@ -9,7 +9,6 @@ is then ordinary partial rope. Rope positions only ever enter here; blocks and v
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxcp.qsa.config import QSAConfig
@@ -37,26 +36,10 @@ def rotate(x: Float[Array, "rows *heads dim"], angles: Table, step=None) -> Floa
     def at_step(value):
         return value if step is None else rounded(value, step)
 
-    pairs, dim = angles[0].shape[-1], x.shape[-1]
+    pairs = angles[0].shape[-1]
     shape = (len(x), *(1,) * (x.ndim - 2), pairs)
     cos, sin = (at_step(a).reshape(shape) for a in angles)
-    feature = jnp.arange(dim)
-    partner = jnp.where(feature < pairs, _moved(x, -pairs, dim), _moved(x, pairs, dim))
-    straight = jnp.where(feature < 2 * pairs, _twice(cos, dim), 1)
-    across = jnp.where(feature < pairs, -_twice(sin, dim), _twice(sin, dim))  # 0 where nothing is rotated
-    return at_step(at_step(x * straight) + at_step(partner * across))
-
-
-def _moved(x: Float[Array, "*batch features"], by: int, dim: int) -> Float[Array, "*batch dim"]:
-    """`dim` features of which feature i is x's feature i - by, or 0.
-
-    A pad is a way to index for XLA, which fuses it with what is around it; a concatenation is a kernel that writes its
-    parts one after another.
-    """
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(by, dim - by - x.shape[-1], 0)])
-
-
-def _twice(of_pairs: Float[Array, "*batch pairs"], dim: int) -> Float[Array, "*batch dim"]:
-    """The pairs' values for their first features, then for their second ones, then 0."""
-    pairs = of_pairs.shape[-1]
-    return _moved(of_pairs, 0, dim) + _moved(of_pairs, pairs, dim)
+    a, b, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    return jnp.concatenate(
+        [at_step(at_step(a * cos) - at_step(b * sin)), at_step(at_step(b * cos) + at_step(a * sin)), rest], -1
+    )
