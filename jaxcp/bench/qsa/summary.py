@@ -15,7 +15,7 @@ EXPLAINED = (
     "that four neighbouring rows select together (per row), × the floor of the projections' products; in decode × "
     "reading the keys concerned once. FlashInfer's selection gets XLA's scores, `lax.top_k` alone is given them, cuDNN "
     "attends to all keys; the mixer is the layer without projections. MiB: beside arguments and results, of scoring + "
-    "selection / attention / mixer, the last with the rows' own queries and outputs"
+    "selection / attention / mixer"
 )
 
 Rows = list[list[str]]
