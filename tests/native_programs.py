@@ -122,15 +122,15 @@ def cases_on_a_gpu(
       environment: of the program under the sanitizer.
     """
 
-    @functools.cache  # a class-scoped fixture of a class is deprecated from pytest 9.2 on
-    def compiled(folders: pytest.TempPathFactory) -> pathlib.Path:
-        output = folders.mktemp("native") / pathlib.Path(program).stem
-        return compile_cuda([NATIVE / program, *kernels], output, present_architecture())
+    compiled: list[pathlib.Path] = []  # once; from pytest 9.2 on a class's fixture cannot be class-scoped
 
     class Cases:
         @pytest.fixture
         def cases(self, tmp_path_factory) -> pathlib.Path:
-            return compiled(tmp_path_factory)
+            if not compiled:
+                output = tmp_path_factory.mktemp("native") / pathlib.Path(program).stem
+                compiled.append(compile_cuda([NATIVE / program, *kernels], output, present_architecture()))
+            return compiled[0]
 
         def test_no_case_is_missing(self, cases):
             printed = set(run(cases, timeout_s=60).split())
