@@ -28,6 +28,7 @@ from jaxcp.lse import LogBase, Partial
 from jaxcp.qsa import forward, mixing, parallel
 from jaxcp.qsa.indexing import take
 from jaxcp.qsa.layer import Projected, products
+from jaxcp.qsa.peers import OnAxis
 from jaxcp.qsa.resolve import Implementation
 from jaxcp.qsa.selection import SELECT, scores
 from jaxcp.qsa.sparse import ATTEND
@@ -98,8 +99,8 @@ def ranks_mix(mesh, plan, schedule, implementation):
 
     def step(params, of, cache, plan, layer):
         view = view_of(plan, lax.axis_index("cp"), cache)
-        ways = {"axis_name": "cp", "schedule": schedule, "implementation": implementation}
-        return parallel.mix(params, of, cache, view, layer, compressed=plan.index_block > 1, **ways)
+        ways = {"compressed": plan.index_block > 1, "peers": OnAxis("cp", schedule), "implementation": implementation}
+        return parallel.mix(params, of, cache, view, layer, **ways)
 
     rows = P("cp")
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), rows, P(), P(), P()), out_specs=(rows, P(), rows)))

@@ -9,27 +9,9 @@ import itertools
 import re
 from typing import Any
 
-from jaxcp.errors import invalid
+from jaxcp.overlap.hlo import Instruction, Operation, Program, parsed, scheduled_text
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "partition-id"}
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """One operation of a schedule.
-
-    Attributes:
-      name: in the program's text.
-      kind: its opcode: "fusion", "custom-call", "while", ...
-      what: where it comes from: a custom call's target, otherwise the end of the traced name ("dot_general").
-    """
-
-    name: str
-    kind: str
-    what: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +63,6 @@ class Report:
         return "\n".join(str(c) for c in self.collectives) or "no collective"
 
 
-@dataclasses.dataclass
-class _Instruction:
-    operation: Operation
-    shape: str
-    operands: list[str]
-    text: str
-
-
 def report(compiled: Any) -> Report:
     """Which collectives of a compiled program run behind what.
 
@@ -100,14 +74,7 @@ def report(compiled: Any) -> Report:
     Raises:
       TypeError, ValueError: no text, or one without a schedule.
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text() if hasattr(compiled, "as_text") else None
-    if text is None:
-        raise invalid(
-            "compiled", type(compiled).__name__, "jit(f).lower(...).compile()", "Compile it first.", TypeError
-        )
-    if "is_scheduled=true" not in text.split("\n", 1)[0]:
-        raise invalid("compiled", "HLO without a schedule", "a compiled program", "Lowered programs have no order yet.")
-    program = _parsed(text)
+    program = parsed(scheduled_text(compiled))
     times = _times(program)
     found = []
     for name, instructions in program.items():
@@ -115,38 +82,7 @@ def report(compiled: Any) -> Report:
     return Report(tuple(found))
 
 
-def _parsed(text: str) -> dict[str, list[_Instruction]]:
-    """The instructions of every computation, in order."""
-    program: dict[str, list[_Instruction]] = {}
-    current: list[_Instruction] = []
-    for line in text.splitlines():
-        if match := _COMPUTATION.match(line):
-            current = program.setdefault(match[1], [])
-        elif match := _INSTRUCTION.match(line):
-            name, shape, kind, rest = match.groups()
-            operands = re.findall(r"%([\w.\-]+)", rest[: _closing(rest)])
-            current.append(_Instruction(Operation(name, kind, _what(kind, rest)), shape, operands, rest))
-    return program
-
-
-def _closing(rest: str) -> int:
-    """Where the parenthesis closes that was open before `rest`."""
-    depth = 1
-    for place, character in enumerate(rest):
-        depth += (character == "(") - (character == ")")
-        if not depth:
-            return place
-    return len(rest)
-
-
-def _what(kind: str, rest: str) -> str:
-    if target := re.search(r'custom_call_target="([^"]*)"', rest):
-        return target[1]
-    traced = re.search(r'op_name="([^"]*)"', rest)
-    return traced[1].rsplit("/", 1)[-1] if traced else kind
-
-
-def _times(program: dict[str, list[_Instruction]]) -> dict[str, int | None]:
+def _times(program: Program) -> dict[str, int | None]:
     """How often each computation runs: the product of the trip counts of the loops around it."""
     loops = {}
     for name, instructions in program.items():
@@ -166,7 +102,7 @@ def _times(program: dict[str, list[_Instruction]]) -> dict[str, int | None]:
     return {name: of(name) for name in program}
 
 
-def _collective(computation: str, instructions: list[_Instruction], at: int, times: int | None) -> Collective | None:
+def _collective(computation: str, instructions: list[Instruction], at: int, times: int | None) -> Collective | None:
     """The collective that instruction `at` is or starts."""
     first = instructions[at]
     kind = first.operation.kind.removesuffix("-start")
@@ -176,8 +112,8 @@ def _collective(computation: str, instructions: list[_Instruction], at: int, tim
     if first.operation.kind != kind:
         ends = (i for i in range(at, len(instructions)) if first.operation.name in instructions[i].operands)
         end = next(i for i in ends if instructions[i].operation.kind.endswith("-done"))
-    work = [i.operation for i in instructions[at + 1 : end] if _costs(i)]
-    following = next((i.operation for i in instructions[end + 1 :] if _costs(i)), None)
+    work = [i.operation for i in instructions[at + 1 : end] if i.costs]
+    following = next((i.operation for i in instructions[end + 1 :] if i.costs), None)
     key = re.search(r'combiner_key="([^"]*)"', first.text)
     return Collective(
         first.operation.name,
@@ -193,16 +129,12 @@ def _collective(computation: str, instructions: list[_Instruction], at: int, tim
     )
 
 
-def _costs(instruction: _Instruction) -> bool:
-    return instruction.operation.kind not in _FREE and not instruction.operation.kind.endswith(("-start", "-done"))
-
-
-def _readers(instructions: list[_Instruction], at: int):
+def _readers(instructions: list[Instruction], at: int):
     """The operations that read instruction `at`, directly or through a view of it."""
     names = {instructions[at].operation.name}
     for instruction in instructions[at + 1 :]:
         if names.intersection(instruction.operands):
-            if _costs(instruction):
+            if instruction.costs:
                 yield instruction.operation
             else:
                 names.add(instruction.operation.name)

@@ -2,6 +2,7 @@
 
 import collections
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
@@ -15,6 +16,7 @@ from jaxcp.qsa.params import Params, check_params
 from jaxcp.qsa.queries import Queries
 from jaxcp.qsa.resolve import resolve
 from jaxcp.qsa.rope import table
+from jaxcp.qsa.scopes import INDEXER
 from jaxcp.qsa.segments import Rows, Segments, rows_of
 from jaxcp.qsa.selection import SELECT
 from jaxcp.qsa.sparse import ATTEND
@@ -72,7 +74,8 @@ def mix(
     queries = Queries(segments, rows, min(context, cache.capacity), longest)
     select = resolve("selection", SELECT, implementation, config, cache)
     attend = resolve("sparse attention", ATTEND, implementation, config, cache)
-    blocks = select(projected.index_q, cache, layer, queries, config)
+    with jax.named_scope(INDEXER):
+        blocks = select(projected.index_q, cache, layer, queries, config)
     return attended(params, of.q_gate, angles, blocks, cache, layer, queries, attend), rows, cache, blocks
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from jaxcp.qsa.numerics import linear, narrow, norm, rounded, widen
 from jaxcp.qsa.params import Params
 from jaxcp.qsa.rope import Table, rotate
+from jaxcp.qsa.scopes import PROJECTIONS
 
 
 class Products(NamedTuple):
@@ -48,6 +49,7 @@ class Projected(NamedTuple):
     index_k: Float[Array, "rows index_dim"]
 
 
+@jax.named_scope(PROJECTIONS)
 def products(params: Params, x: Float[Array, "rows hidden"]) -> Products:
     """Products of the rows with the input weights."""
     weights = params.q_proj, params.k_proj, params.v_proj, params.indexer.index_qk_proj
@@ -87,6 +89,7 @@ def compress(
     return _index(mean, params.indexer.k_layernorm, angles, params.config.eps)
 
 
+@jax.named_scope(PROJECTIONS)
 def output(
     params: Params, mixed: Float[Array, "rows features"], real: Bool[Array, " rows"]
 ) -> Float[Array, "rows hidden"]:

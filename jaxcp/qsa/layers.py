@@ -15,7 +15,7 @@ from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.forward import count_trace
 from jaxcp.qsa.params import Params
 from jaxcp.qsa.plan import Plan
-from jaxcp.qsa.prefill import check_rows, check_ways, layer_of
+from jaxcp.qsa.prefill import check_rows, check_ways, layer_of, peers_of
 
 
 def add(x: Array, y: Array, layer: Any) -> Array:
@@ -52,15 +52,15 @@ def prefill_layers(
     check_ways(plan, cache, axis_name, schedule)
     if axis_name is not None and plan.cp == 1:
         x = all_gather(x, axis_name)
-    ranks = {"axis_name": axis_name, "schedule": schedule} if plan.cp > 1 else {}
-    return _prefill_layers(params, x, cache, plan, between=between, scan=scan, implementation=implementation, **ranks)
+    static = {"between": between, "scan": scan, "implementation": implementation}
+    return _prefill_layers(params, x, cache, plan, peers=peers_of(plan, axis_name, schedule), **static)
 
 
-_STATIC = ("axis_name", "between", "scan", "schedule", "implementation")
+_STATIC = ("peers", "between", "scan", "implementation")
 
 
 @bind(jax.jit, static_argnames=_STATIC, donate_argnames="cache")
-def _prefill_layers(params, x, cache, plan, *, between, scan, axis_name=None, schedule=None, implementation):
+def _prefill_layers(params, x, cache, plan, *, peers, between, scan, implementation):
     count_trace("prefill_layers")
     for leaf in jax.tree.leaves(params):
         if leaf.shape[:1] != (cache.layers,):
@@ -68,7 +68,13 @@ def _prefill_layers(params, x, cache, plan, *, between, scan, axis_name=None, sc
                 "params", f"a weight of shape {leaf.shape}", f"{cache.layers} layers, the cache's", "Stack the layers."
             )
     check_rows(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params), x, cache, plan)
-    one = layer_of(plan, cache, axis_name=axis_name, schedule=schedule, implementation=implementation)
+    return stacked(layer_of(plan, cache, peers, implementation), params, x, cache, between, scan)
+
+
+def stacked(
+    one: Callable, params: Params, x: Array, cache: Cache, between: Callable, scan: bool
+) -> tuple[Array, Cache]:
+    """Layers one after another, each by `one` of `layer_of`, as `prefill_layers` says."""
 
     def step(carry, scanned):
         (x, cache), (weights, layer) = carry, scanned

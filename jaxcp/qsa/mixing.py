@@ -17,6 +17,7 @@ from jaxcp.qsa.layer import gated, prepare_queries
 from jaxcp.qsa.params import Params
 from jaxcp.qsa.queries import Queries
 from jaxcp.qsa.rope import Table
+from jaxcp.qsa.scopes import ATTENTION
 
 ROWS_AT_ONCE = 6600
 """20 rounds of an H200's 132 processors, where tiles of five rows (kernels/csrc/qsa/attend_params.h) have two KV heads
@@ -49,7 +50,9 @@ def attended(
     def of_rows(rows):
         q_gate, angles, blocks, which = rows
         q, gate = prepare_queries(params, q_gate, angles)
-        return gated(attend(q, blocks, cache, layer, queries._replace(rows=which), params.config).o, gate)
+        with jax.named_scope(ATTENTION):
+            o = attend(q, blocks, cache, layer, queries._replace(rows=which), params.config).o
+        return gated(o, gate)
 
     return _in_turn(of_rows, (q_gate, angles, blocks, queries.rows), len(q_gate))
 

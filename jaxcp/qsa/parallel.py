@@ -13,19 +13,21 @@ cached prefix and new tokens alike.
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, Shaped
 
 from jaxcp import storage, varying
 from jaxcp.lse import Partial, accumulation_dtype
-from jaxcp.overlap import SCHEDULES
 from jaxcp.qsa import index_keys
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.layer import Products, Projected, output, prepare, products
 from jaxcp.qsa.mixing import attended
 from jaxcp.qsa.params import Params
+from jaxcp.qsa.peers import Peers
 from jaxcp.qsa.resolve import resolve
 from jaxcp.qsa.rope import table
+from jaxcp.qsa.scopes import INDEXER
 from jaxcp.qsa.selection import SELECT
 from jaxcp.qsa.sparse import ATTEND
 from jaxcp.qsa.update import count_dropped, write_kv
@@ -40,13 +42,12 @@ def forward(
     layer: Int[Array, ""],
     *,
     compressed: bool,
-    axis_name: str,
-    schedule: str,
+    peers: Peers,
     implementation: str,
 ) -> tuple[Float[Array, "rows hidden"], Cache, Int32[Array, "rows k"]]:
     """y of this rank's rows (0 for padding), the cache after all new tokens, and the selection of this rank's rows."""
-    ways = {"axis_name": axis_name, "schedule": schedule, "implementation": implementation}
-    mixed, cache, blocks = mix(params, products(params, x), cache, view, layer, compressed=compressed, **ways)
+    ways = {"compressed": compressed, "peers": peers, "implementation": implementation}
+    mixed, cache, blocks = mix(params, products(params, x), cache, view, layer, **ways)
     return output(params, mixed, view.own.rows.real), cache, blocks
 
 
@@ -58,8 +59,7 @@ def mix(
     layer: Int[Array, ""],
     *,
     compressed: bool,
-    axis_name: str,
-    schedule: str,
+    peers: Peers,
     implementation: str,
 ) -> tuple[Float[Array, "rows features"], Cache, Int32[Array, "rows k"]]:
     """The layer between its products with weights: this rank's gated rows, the cache, the selection.
@@ -68,7 +68,7 @@ def mix(
       of: products of this rank's rows.
       view: of this rank.
       compressed: whether index keys are compressed before they travel; every rank then holds whole blocks only.
-      schedule: key of `jaxcp.overlap.SCHEDULES`.
+      peers: give all ranks' index keys, and K and V.
     """
     config = params.config
     angles = table(config, view.own_rope, accumulation_dtype(of.k.dtype))
@@ -77,10 +77,11 @@ def mix(
     cache = count_dropped(cache, view.rows, view.segments)
     pack, write = index_keys.WAYS[compressed]
     sent = pack(params, cache, projected.index_k, view), packed_kv(cache, projected)
-    index, (q_gate, index_q), finish = SCHEDULES[schedule](*sent, (of.q_gate, projected.index_q), axis_name)
+    index, (q_gate, index_q), finish = peers.gather(*sent, (of.q_gate, projected.index_q), layer)
     cache = write(params, cache, layer, index, view)
     select = resolve("selection", SELECT, implementation, config, cache)
-    (blocks,) = varying.over(own, select(index_q, cache, layer, view.own, config))
+    with jax.named_scope(INDEXER):
+        (blocks,) = varying.over(own, select(index_q, cache, layer, view.own, config))
     kv, blocks = finish(blocks)
     k, v = unpacked_kv(kv, projected)
     cache = write_kv(cache, layer, k, v, view.gathered.request, view.gathered.position)

@@ -15,6 +15,7 @@ from jaxcp.qsa import parallel
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.forward import check_arguments, check_layer, count_trace, forward
 from jaxcp.qsa.params import Params
+from jaxcp.qsa.peers import OnAxis, Peers
 from jaxcp.qsa.plan import Plan
 from jaxcp.qsa.view import view_of
 
@@ -68,31 +69,34 @@ def prefill(
     check_layer(layer, cache)
     if axis_name is not None and plan.cp == 1:
         x = all_gather(x, axis_name)  # of one rank: the same array, known to be the same on all
-    ranks = {"axis_name": axis_name, "schedule": schedule} if plan.cp > 1 else {}
     static = {"implementation": implementation, "return_selection": return_selection}
-    return _prefill(params, x, cache, plan, on_device(layer), **ranks, **static)
+    return _prefill(params, x, cache, plan, on_device(layer), peers=peers_of(plan, axis_name, schedule), **static)
 
 
-_STATIC = ("axis_name", "schedule", "implementation", "return_selection")
+def peers_of(plan: Plan, axis_name: str | None, schedule: str) -> OnAxis | None:
+    """The other ranks of the axis; None where there are none."""
+    return None if axis_name is None or plan.cp == 1 else OnAxis(axis_name, schedule)
+
+
+_STATIC = ("peers", "implementation", "return_selection")
 
 
 @bind(jax.jit, static_argnames=_STATIC, donate_argnames="cache")
-def _prefill(params, x, cache, plan, layer, *, axis_name=None, schedule=None, implementation, return_selection):
+def _prefill(params, x, cache, plan, layer, *, peers, implementation, return_selection):
     count_trace("prefill")
     check_rows(params, x, cache, plan)
-    one = layer_of(plan, cache, axis_name=axis_name, schedule=schedule, implementation=implementation)
+    one = layer_of(plan, cache, peers, implementation)
     result = one(params, x, cache, layer)
     return result if return_selection else result[:2]
 
 
-def layer_of(plan: Plan, cache: Cache, *, axis_name: str | None, schedule: str | None, implementation: str) -> Callable:
+def layer_of(plan: Plan, cache: Cache, peers: Peers | None, implementation: str) -> Callable:
     """(params, x, cache, layer) -> (y, cache, selection) of any layer of this forward; what they share is made here."""
-    if axis_name is None:
+    if peers is None:
         shared = {"segments": plan.segments, "rope": plan.rope_positions, "context": plan.context, "longest": plan.rows}
         return bind(_plain, **shared, implementation=implementation)
-    ways = {"compressed": plan.index_block > 1, "axis_name": axis_name, "schedule": schedule}
-    view = view_of(plan, lax.axis_index(axis_name), cache)
-    return bind(_parallel, view=view, **ways, implementation=implementation)
+    ways = {"compressed": plan.index_block > 1, "peers": peers, "implementation": implementation}
+    return bind(_parallel, view=view_of(plan, peers.rank(), cache), **ways)
 
 
 def _plain(params, x, cache, layer, *, segments, rope, **bounds):

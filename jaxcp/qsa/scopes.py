@@ -1,0 +1,5 @@
+"""Names of a layer's parts: what profiles and compiled programs list their operations under (`jax.named_scope`)."""
+
+PROJECTIONS = "qsa_projections"
+INDEXER = "qsa_indexer"
+ATTENTION = "qsa_attention"
