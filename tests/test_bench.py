@@ -108,7 +108,7 @@ def test_programs_that_share_an_executable_share_its_kernels_in_order():
 def test_carried_arguments_come_from_the_run_before():
     program = _measure.Program(lambda x, y: (x + y, 10 * x), (jnp.ones(1), jnp.ones(1)), carried=1)
     [(_, executable)] = _measure._compiled([program])
-    run = _measure._Run(executable, program)
+    run = _measure.Run(executable, program)
     assert run.repeated(3).tolist() == [30.0]
     assert run.repeated(1).tolist() == [40.0]
 
@@ -122,7 +122,7 @@ def test_one_function_is_compiled_once_per_shape():
 
 def test_slow_programs_run_less_often():
     program = _measure.Program(lambda x: x, (jnp.ones(1),))
-    run = _measure._Run(lambda x: time.sleep(0.02) or x, program)
+    run = _measure.Run(lambda x: time.sleep(0.02) or x, program)
     assert run.warmed(3, 50, math.inf) == 50
     assert run.warmed(3, 50, 0.001) == 1
     assert 1 < run.warmed(3, 50, 0.2) < 50

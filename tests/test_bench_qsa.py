@@ -188,7 +188,7 @@ def selecting():
 
 @pytest.mark.parametrize("damage", [lambda o, lse: (o.at[0, 1, 2].set(np.nan), lse), lambda o, lse: (o, lse + 0.01)])
 def test_wrong_attention_is_seen(damage):
-    blocks = selections.model("shared", inputs())
+    blocks = selections.model("shared", PREFILL.positions, CONFIG)
     arguments = (inputs().cache, inputs().layer, PREFILL.queries(inputs().table), CONFIG)
     right = figures.ATTEND["xla"].run(inputs().q, blocks, *arguments)
     checks.attention("xla", inputs(), blocks, (right.o, right.lse))
@@ -198,7 +198,7 @@ def test_wrong_attention_is_seen(damage):
 
 def test_peers_compute_what_they_stand_for():
     """The row gather, interpreted, from the slots and the unpaged K and V it gets; top_k from its scores."""
-    blocks = selections.model("random", inputs())
+    blocks = selections.model("random", PREFILL.positions, CONFIG)
     ids = jax.lax.top_k(peers.all_scores(inputs()), 8)[1]
     checks.ranked("lax.top_k", inputs(), ids)
     program = peers.gather(inputs(), (16, 4, 2))(blocks)
@@ -232,7 +232,10 @@ def test_the_row_gather_compiles_for_a_gpu(tmp_path):
 
 
 def test_models_share_as_they_say():
-    unions = {name: selections.union_tokens(selections.model(name, inputs()), 4) for name in selections.MODELS}
+    unions = {
+        name: selections.union_tokens(selections.model(name, PREFILL.positions, CONFIG), 4)
+        for name in selections.MODELS
+    }
     assert 32 / 4 <= unions["shared"] < unions["drift"] < unions["loose"] < unions["random"] <= 32
 
 
@@ -261,7 +264,7 @@ def test_floors_of_the_model():
     assert floors.attention(case, config, 2) == pytest.approx(
         {"gather per row": tokens * 2048 / 8e6, "products": tokens * 4 * 24 * 256 / 790e6}
     )
-    assert floors.projections(case, config)["products"] == pytest.approx(1067, rel=1e-3)
+    assert floors.projections(case.rows, config)["products"] == pytest.approx(1067, rel=1e-3)
     visible = sum((p + 1) // 4 for p in range(24576, 32768))
     assert floors.scoring(case, config)["score products"] == pytest.approx(visible * 1024 / 790e6)
     step = floors.reads(run.STEPS[1], config, 2, 4e12)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcp import doctor
+from jaxcp.bench import trace
 from jaxcp.errors import BackendError
 
 
@@ -80,7 +81,7 @@ def device_times(
     if (platform := jax.default_backend()) != "gpu":
         raise BackendError(f"device times: the profiler times kernels of GPUs only, and jax runs on {platform!r} here.")
     compiled = _compiled(programs)
-    runs = [_Run(exe, program) for (_, exe), program in zip(compiled, programs, strict=True)]
+    runs = [Run(exe, program) for (_, exe), program in zip(compiled, programs, strict=True)]
     counts = [run.warmed(warm_up, repeat, limit_s) for run in runs]
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -109,7 +110,7 @@ def _part(kernels: Mapping[str, list[float]], counts: Sequence[int], i: int) -> 
     return found
 
 
-class _Run:
+class Run:
     """An executable with the arguments of its next run."""
 
     def __init__(self, executable: Any, program: Program):
@@ -119,11 +120,16 @@ class _Run:
         """Runs it, waits for the end; the last result without what is carried on."""
         result = None
         for _ in range(count):
-            result = self._executable(*self._args)
-            if self._carried:
-                *carried, result = result
-                self._args = (*carried, *self._args[self._carried :])
+            result = self.once()
         return jax.block_until_ready(result)
+
+    def once(self) -> Any:
+        """Runs it and does not wait; the result without what is carried on."""
+        result = self._executable(*self._args)
+        if self._carried:
+            *carried, result = result
+            self._args = (*carried, *self._args[self._carried :])
+        return result
 
     def warmed(self, warm_up: int, repeat: int, limit_s: float) -> int:
         """Warms up; how often it may run then."""
@@ -154,20 +160,11 @@ def _compiled(programs: Sequence[Program]) -> list[tuple[str, Any]]:
 
 def kernel_events(folder: str, plane_prefix: str) -> Mapping[str, Mapping[str, list[float]]]:
     """Durations in µs in the one trace below `folder`: {HLO module: {kernel: [one per launch, in order of start]}}."""
-    [path] = pathlib.Path(folder).rglob("*.xplane.pb")
     found = collections.defaultdict(lambda: collections.defaultdict(list))
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        if not plane.name.startswith(plane_prefix):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):  # other lines repeat the events under other names
-                continue
-            for event in line.events:
-                module = dict(event.stats).get("hlo_module")
-                if module:
-                    found[str(module)][event.name].append((event.start_ns, event.duration_ns / 1e3))
+    for launch in trace.launches(folder, plane_prefix):
+        found[launch.module][launch.name].append((launch.start_us, launch.us))
     return {
-        module: {name: [us for _, us in sorted(launches)] for name, launches in kernels.items()}
+        module: {name: [us for _, us in sorted(times)] for name, times in kernels.items()}
         for module, kernels in found.items()
     }
 

@@ -43,7 +43,8 @@ def subplots(path: str | os.PathLike[str], title: str, columns: int, **options: 
     matplotlib.rcParams["svg.hashsalt"] = "jaxcp"  # the same record gives the same file
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, columns, layout="constrained", **options)
+    figure, axes = plt.subplots(1, columns, layout="constrained", squeeze=False, **options)
+    axes = axes[0]
     try:
         yield axes
         handles = {}

@@ -5,22 +5,17 @@ from functools import partial as bind
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxcp import qsa
+from jaxcp.bench import fill
 from jaxcp.errors import invalid
 from jaxcp.layout import positive_int
-from jaxcp.lse import accumulation_dtype
-from jaxcp.qsa.layer import Products, Projected, prepare, prepare_queries, products
+from jaxcp.qsa.layer import Products, Projected, prepare_queries, products
 from jaxcp.qsa.queries import Queries
-from jaxcp.qsa.rope import Table, table
 from jaxcp.qsa.segments import Segments, rows_of
-from jaxcp.qsa.update import update
 
 PAGE_SIZE = 64
-CHUNK = 4096
-"""Tokens that are written into a cache at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +108,7 @@ def make_inputs(case: Case, config: qsa.QSAConfig, dtype: str = "bfloat16", seed
     pool = {"pages": 1 + order.size, "page_size": PAGE_SIZE, "page_table": 1 + order.reshape(case.requests, pages)}
     cache = qsa.init_cache(config, requests=case.requests, dtype=dtype, **pool)
     layer = jax.device_put(np.int32(0))
-    for start in range(0, case.keys, CHUNK):
-        segment = jax.device_put(np.array([[0], [min(CHUNK, case.keys - start)], [start], [0]], np.int32))
-        cache = _write_random(params, cache, jax.random.fold_in(tokens, start), segment, layer, min(CHUNK, case.keys))
+    cache = fill.request(params, cache, tokens, layer, request=0, tokens=case.keys)
     if case.requests > 1:
         cache = _copy_first(cache)
     x = jax.random.normal(last, (case.rows, config.hidden), dtype)
@@ -124,29 +117,10 @@ def make_inputs(case: Case, config: qsa.QSAConfig, dtype: str = "bfloat16", seed
     return Inputs(case, params, cache, x, of, q, gate, projected, jax.device_put(case.table), layer)
 
 
-@bind(jax.jit, static_argnums=5, donate_argnums=1)
-def _write_random(params, cache, key, segment, layer, tokens: int) -> qsa.Cache:
-    of = products(params, jax.random.normal(key, (tokens, params.config.hidden), params.dtype))
-    return _written(params, cache, of, _row_angles(params, segment, tokens), segment, layer)[1]
-
-
 @bind(jax.jit, donate_argnums=1)
 def _write_rows(params, cache, of, table, layer):
-    angles = _row_angles(params, table, len(of.k))
-    return prepare_queries(params, of.q_gate, angles), *_written(params, cache, of, angles, table, layer)
-
-
-def _row_angles(params, of_segments, rows: int) -> Table:
-    position = jnp.maximum(rows_of(Segments(*of_segments), rows).position, 0)
-    return table(params.config, jnp.broadcast_to(position, (3, rows)), accumulation_dtype(params.dtype))
-
-
-def _written(params, cache, of: Products, angles: Table, of_segments, layer) -> tuple[Projected, qsa.Cache]:
-    segments, projected = Segments(*of_segments), prepare(params, of, angles)
-    rows = rows_of(segments, len(of.k))
-    rope = jnp.broadcast_to(jnp.maximum(rows.position, 0), (3, len(of.k)))
-    cache, _ = update(params, cache, layer, projected.k, projected.v, projected.index_k, rope, rows, segments)
-    return projected, cache
+    angles = fill.row_angles(params, table, len(of.k))
+    return prepare_queries(params, of.q_gate, angles), *fill.written(params, cache, of, angles, table, layer)
 
 
 @bind(jax.jit, donate_argnums=0)

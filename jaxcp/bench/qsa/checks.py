@@ -96,11 +96,13 @@ def _sample(inputs: Inputs) -> np.ndarray:
 
 def _scores_of(inputs: Inputs, sample: np.ndarray) -> Float[Array, "rows blocks"]:
     request = jnp.asarray(sample // inputs.case.each)
-    return _scores(inputs.projected.index_q[sample], request, inputs.cache, inputs.case.keys // inputs.config.ratio)
+    return row_scores(inputs.projected.index_q[sample], request, inputs.cache, inputs.case.keys // inputs.config.ratio)
 
 
 @bind(jax.jit, static_argnums=3)
-def _scores(index_q, request, cache, blocks: int):
+def row_scores(index_q, request, cache, blocks: int):
+    """Scores [rows, blocks] of these index queries, of the first blocks of these rows of the cache, first layer."""
+
     def of_row(row):
         index_q, request = row
         keys = cache.index[0, take(cache.page_table, request)].reshape(-1, index_q.shape[-1])[:blocks]

@@ -101,7 +101,7 @@ def dense(inputs: Inputs) -> list[Entry]:
 def whole(inputs: Inputs, copy_rate: float) -> list[Entry]:
     """What contains the parts: mixer, projections, layer."""
     bounds = _floors(inputs, copy_rate)
-    products = floors.projections(inputs.case, inputs.config)
+    products = floors.projections(inputs.case.rows, inputs.config)
     return [
         Entry("mixer", "auto", programs.mixer(inputs), bind(checks.mixer, "mixer", inputs), bounds["mixer"], OWN),
         Entry("projections", "xla", programs.projections(inputs), lambda _: None, products),

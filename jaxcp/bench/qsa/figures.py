@@ -77,7 +77,7 @@ class Session:
         inputs, case = self._inputs, self._inputs.case
         chosen = {OWN: own}
         if case.each >= selections.TILE:  # else there are no neighbours to share with
-            chosen |= {name: selections.model(name, inputs) for name in self._options.models}
+            chosen |= {name: selections.model(name, case.positions, inputs.config) for name in self._options.models}
         usable = self._usable("attention", ATTEND)
         self._run(entries.attending(inputs, usable, chosen, self._options.copy_rate))
         self._peer("row gather", lambda: entries.gathering(inputs, chosen), peers.blocker())

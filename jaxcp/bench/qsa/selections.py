@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32
 
-from jaxcp.bench.qsa.cases import Inputs
+from jaxcp.qsa import QSAConfig
 from jaxcp.qsa.selection import top_blocks
 
 MODELS = {"shared": (1, 0.05), "drift": (1, 0.15), "loose": (1, 0.5), "random": (0, 1)}
@@ -21,15 +21,22 @@ TILE = 4
 SCRATCH_BYTES = 256 << 20
 
 
-def model(name: str, inputs: Inputs, seed: int = 1) -> Int32[Array, "rows k"]:
-    """The `name` model's selection: of each row's visible blocks those of the largest scores."""
-    case, config = inputs.case, inputs.config
-    runs = -(-case.rows // RUN)
-    visible = np.pad((case.positions + 1) // config.ratio, (0, runs * RUN - case.rows)).reshape(runs, RUN)
-    shape = {"blocks": case.keys // config.ratio, "k": min(config.selected_blocks, case.keys // config.ratio)}
+def model(name: str, positions: np.ndarray, config: QSAConfig, seed: int = 1) -> Int32[Array, "rows k"]:
+    """The `name` model's selection of rows at these positions: of the visible blocks those of the largest scores.
+
+    Args:
+      name: key of `MODELS`.
+      positions: of each row in its request; -1 for a row that sees nothing.
+      config: geometry.
+      seed: of the scores.
+    """
+    rows, blocks = len(positions), (int(positions.max()) + 1) // config.ratio
+    runs = -(-rows // RUN)
+    visible = np.pad((positions + 1) // config.ratio, (0, runs * RUN - rows)).reshape(runs, RUN)
+    shape = {"blocks": blocks, "k": min(config.selected_blocks, blocks)}
     keys = jax.random.split(jax.random.key(seed), runs)
     chosen = _model(keys, jax.device_put(visible.astype(np.int32)), *MODELS[name], **shape)
-    return chosen[: case.rows]
+    return chosen[:rows]
 
 
 @bind(jax.jit, static_argnames=("blocks", "k"))
