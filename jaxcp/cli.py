@@ -183,24 +183,67 @@ def qsa(
         qsa_picture.draw(record, plot)
 
 
-plots = typer.Typer(help="Draw what was measured.", no_args_is_help=True)
+@bench.command()
+def prefill(
+    cases: Annotated[list[str] | None, typer.Option(help="8K, ragged, 8K+56K, 32K, 4x8K, 128K; repeatable.")] = None,
+    cp: Annotated[list[int] | None, typer.Option(help="Ranks; repeatable. All GPUs; of a share 4 and 8.")] = None,
+    share: Annotated[
+        bool, typer.Option("--share", help="One rank's share, also where there are several GPUs.")
+    ] = False,
+    layers: Annotated[int, typer.Option(help="QSA layers of the stack.")] = 12,
+    selected: Annotated[
+        list[str] | None, typer.Option(help="Of a share: own, or a model (random); repeatable.")
+    ] = None,
+    ways: Annotated[list[str] | None, typer.Option(help="Of all ranks: local, inline, ...; repeatable.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw them into this file (.svg, .png).")] = None,
+    repeat: Annotated[int, typer.Option(help="Runs per measurement; medians are reported.")] = 20,
+    small: Annotated[bool, typer.Option("--small", help="Sizes for CPU devices; measures nothing.")] = False,
+) -> None:
+    """Context-parallel prefill through a stack of QSA layers: on all GPUs; on one, the share of a rank."""
+    from jaxcp import launch
+
+    launch.virtual_devices(DEMO_DEVICES)
+    from jaxcp.bench.prefill import command
+
+    command.main(
+        cases=cases, cp=cp, share=share, selected=selected, ways=ways, output=output, plot=plot, small=small,
+        layers=layers, repeat=repeat,
+    )  # fmt: skip
+
+
+plots = typer.Typer(help="Draw what was measured or compiled.", no_args_is_help=True)
 app.add_typer(plots, name="plot")
 
 
 @plots.callback()
 def pictures() -> None:
-    """Draw what was measured."""
+    """Draw what was measured or compiled."""
 
 
 @plots.command()
 def record(
-    file: Annotated[Path, typer.Argument(help="JSON file that `jaxcp bench exchange --cp N` or `bench qsa` wrote.")],
+    file: Annotated[Path, typer.Argument(help="JSON file that `jaxcp bench ... --output` wrote.")],
     picture: Annotated[Path, typer.Argument(help="File to draw into (.svg, .png).")],
 ) -> None:
     """The figures of a benchmark, also of one that was stopped on the way."""
     from jaxcp.bench import pictures
 
     pictures.draw(file, picture)
+
+
+@plots.command()
+def timeline(
+    source: Annotated[Path, typer.Argument(help="A profile (folder or .xplane.pb), or a compiled program's text.")],
+    picture: Annotated[Path, typer.Argument(help="File to draw into (.svg, .png, .pdf).")],
+    device: Annotated[int, typer.Option(help="GPU of a profile.")] = 0,
+    start: Annotated[float | None, typer.Option(help="From here on, in the picture's unit.")] = None,
+    stop: Annotated[float | None, typer.Option(help="Up to here.")] = None,
+) -> None:
+    """Streams in time, part by part, of a profile's last run; or a compiled program's order."""
+    from jaxcp.bench import timeline, timeline_plot
+
+    timeline_plot.draw(timeline.read(source, device).between(start, stop), picture)
 
 
 def _relaunch(processes: int, cp: int, limit_s: float) -> None:

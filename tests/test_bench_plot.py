@@ -76,7 +76,7 @@ def test_the_table_of_a_record_that_was_stopped():
 
 BAD = {
     "format": ("a.txt", RECORD, "plot: got '.txt'; expected a file named .svg or .png or .pdf"),
-    "kind": ("a.svg", {"benchmark": "lse_merge"}, "benchmark = 'lse_merge'; expected one of ['exchange', 'qsa']"),
+    "kind": ("a.svg", {"benchmark": "lse_merge"}, "benchmark = 'lse_merge'; expected one of ['exchange', 'prefill_"),
     "no record": ("a.svg", [1], "benchmark = None; expected one of"),
 }
 

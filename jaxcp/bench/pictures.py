@@ -7,11 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxcp.bench import plot, ranks_plot
+from jaxcp.bench.prefill import plot as shares_plot
+from jaxcp.bench.prefill import ranks_plot as prefill_ranks_plot
 from jaxcp.bench.qsa import plot as qsa_plot
 from jaxcp.errors import invalid
 
 PICTURES: dict[str, Callable[[dict[str, Any], str | os.PathLike[str]], None]] = {
     "exchange": ranks_plot.draw,
+    "prefill_ranks": prefill_ranks_plot.draw,
+    "prefill_share": shares_plot.draw,
     "qsa": qsa_plot.draw,
 }
 """Kind of record -> what draws it into a file."""

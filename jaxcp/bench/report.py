@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jaxcp.bench.prefill import ranks_table as prefill_ranks
+from jaxcp.bench.prefill import table as prefill_shares
 from jaxcp.bench.qsa import summary as qsa
 
 BLOCK = re.compile(r"<!-- table: (?P<record>\S+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -94,6 +96,18 @@ def _qsa(record: dict[str, Any]) -> str:
     return "\n\n".join(tables) + source
 
 
+def _prefill(record: dict[str, Any]) -> str:
+    kind = prefill_shares if record["benchmark"] == "prefill_share" else prefill_ranks
+    facts = (
+        f"{record['layers']} layers in one program: {record['heads']} heads of {record['head_dim']} on "
+        f"{record['kv_heads']} KV heads, {record['budget']} tokens in blocks of {record['ratio']}, {record['dtype']}"
+    )
+    if flags := record["environment"]["xla_flags"]:
+        facts += f"; `XLA_FLAGS={flags}`"
+    source = _source(record["environment"]["device_kind"], f"{facts}. {kind.EXPLAINED}", record)
+    return _table(list(kind.HEADING), list(kind.lines(record))) + source
+
+
 def _clocks(row: dict[str, Any]) -> str:
     """The three clocks; nothing for what was not measured."""
     clocks = [row[name] for name in ("kernel_us", "cadence_us", "eager_us")] if row else []
@@ -101,7 +115,8 @@ def _clocks(row: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "exchange": _exchange, "lse_merge": _lse_merge, "qsa": _qsa, "simulated_ranks": _simulated_ranks,
+    "exchange": _exchange, "lse_merge": _lse_merge, "prefill_ranks": _prefill, "prefill_share": _prefill,
+    "qsa": _qsa, "simulated_ranks": _simulated_ranks,
 }  # fmt: skip
 """Kind of record -> its table."""
 

@@ -1,0 +1,78 @@
+"""What is measured: batches of new tokens on cached prefixes, those of the published benchmark."""
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxcp import qsa
+from jaxcp.errors import invalid
+from jaxcp.qsa.balance import of_ranks
+
+PAGE_SIZE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """New tokens of each request, and the tokens that the cache holds of it already."""
+
+    name: str
+    lengths: tuple[int, ...]
+    prefix: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """New tokens."""
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, its prefix included."""
+        return max(n + p for n, p in zip(self.lengths, self.prefix, strict=True))
+
+    def plan(self, cache: qsa.Cache, cp: int, **options) -> qsa.Plan:
+        """Of the batch, for `cp` ranks."""
+        return qsa.plan(self.lengths, self.prefix, cache=cache, cp=cp, **options)
+
+    def busiest(self, config: qsa.QSAConfig, plan: qsa.Plan) -> int:
+        """The rank whose rows cost most, by FLOP."""
+        lengths, prefix = np.array(self.lengths), np.array(self.prefix)
+        assert plan.layout is not None
+        return int(of_ranks(qsa.Cost.of(config), plan.layout.split(lengths), prefix).argmax())
+
+
+def _of(name: str, *requests: tuple[int, int]) -> Case:
+    return Case(name, *zip(*requests, strict=True))
+
+
+CASES = {
+    case.name: case
+    for case in (
+        _of("8K", (8192, 0)), _of("ragged", (3000, 64), (5192, 0)), _of("8K+56K", (8192, 57344)),
+        _of("32K", (32768, 0)), _of("4x8K", *[(8192, 0)] * 4), _of("128K", (131072, 0)),
+    )
+}  # fmt: skip
+"""Cases by name, short ones first; ragged: 3000 tokens on a prefix of 64, and 5192."""
+
+SMALL_CASES = {
+    case.name: case for case in (_of("96", (96, 0)), _of("ragged", (29, 8), (40, 0)), _of("32+64", (32, 64)))
+}
+"""Batches that virtual CPU devices can compute."""
+
+SMALL = dataclasses.replace(
+    qsa.QSAConfig.flash_next(), hidden=32, heads=6, head_dim=16, rotary_dim=8, mrope_section=(2, 1, 1), index_heads=2,
+    index_dim=16, budget=32,
+)  # fmt: skip
+"""Their geometry."""
+
+
+def named(names: Iterable[str] | None, known: dict[str, Case]) -> list[Case]:
+    """The cases of these names in the order of the table; all if None.
+
+    Raises:
+      ValueError: no case has such a name.
+    """
+    wanted = set(known if names is None else names)
+    if unknown := wanted - known.keys():
+        raise invalid("cases", sorted(unknown), f"some of {list(known)}", "Name cases of the benchmark.")
+    return [case for name, case in known.items() if name in wanted]
