@@ -27,10 +27,11 @@ from jaxcp.errors import BuildError, invalid
 from jaxcp.native import compiler as compilers
 
 _COMMON = ("build_key.cc", "workspace.cc", "workspace_api.cc")
+_MEMORY = ("memory_cuda.cc", "memory_fabric.cc")
 SOURCES = {
     "cpu": (*_COMMON, "fused_block.cc", "memory_host.cc", "ffi_cpu.cc"),
-    "cuda": (*_COMMON, "fused_block.cc", "memory_cuda.cc", "exchange.cu", "ffi_cuda.cc"),
-    "flashinfer": (*_COMMON, "flashinfer_block.cc", "memory_cuda.cc", "flashinfer.cu", "ffi_flashinfer.cc"),
+    "cuda": (*_COMMON, "fused_block.cc", *_MEMORY, "exchange.cu", "ffi_cuda.cc"),
+    "flashinfer": (*_COMMON, "flashinfer_block.cc", *_MEMORY, "flashinfer.cu", "ffi_flashinfer.cc"),
     "qsa": (
         "build_key.cc",
         "qsa/preload.cc",

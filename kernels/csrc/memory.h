@@ -1,6 +1,7 @@
 // Memory that peers can write: the only thing in which the GPU and its host twin differ when a workspace is made.
 //
-// memory_cuda.cc: cudaMalloc, peer access inside a process, CUDA IPC handles between processes of a host.
+// memory_cuda.cc: cudaMalloc, peer access inside a process, CUDA IPC handles between processes of a host; between hosts
+// the fabric handles of memory_fabric.h.
 // memory_host.cc: anonymous pages inside a process, POSIX shared memory between processes of a host.
 //
 // All functions throw std::runtime_error with the system's own words.
@@ -8,24 +9,32 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string>
 
 namespace jaxcp::memory {
 
-constexpr std::size_t kHandleBytes = 64;  // cudaIpcMemHandle_t; longer than any of our shared-memory names
+constexpr std::size_t kHandleBytes = 64;  // cudaIpcMemHandle_t, CUmemFabricHandle; longer than our shared-memory names
 
 // What another process needs to map a block.
 struct Handle {
   char bytes[kHandleBytes];
 };
 
-void* allocate(int device, std::size_t bytes, bool across_processes);
-void release(int device, void* block, std::size_t bytes);
+// Who can map a block: this process; processes of this host; processes on the hosts of an NVLink domain, this one too.
+enum class Reach : int32_t { process, host, domain };
 
-// `across_processes` blocks only. forget_name: no further process will map it (shared memory then dies with its users).
-Handle export_handle(int device, void* block);
+// Why memory of `device` cannot be mapped on other hosts, with what to do, or nothing.
+std::optional<std::string> domain_blocker(int device);
+
+void* allocate(int device, std::size_t bytes, Reach reach);
+void release(int device, void* block, std::size_t bytes, Reach reach);
+
+// Not for Reach::process. forget_name: no further process will map it (shared memory then dies with its users).
+Handle export_handle(int device, void* block, Reach reach);
 void forget_name(int device, void* block);
-void* import_handle(int device, const Handle& handle, std::size_t bytes);
-void release_import(int device, void* block, std::size_t bytes);
+void* import_handle(int device, const Handle& handle, std::size_t bytes, Reach reach);
+void release_import(int device, void* block, std::size_t bytes, Reach reach);
 
 // Lets `device` write memory of `peer`, another device of this process.
 void enable_peer(int device, int peer);

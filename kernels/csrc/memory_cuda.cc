@@ -1,42 +1,18 @@
-// GPU memory of a workspace: cudaMalloc, peer access inside a process, CUDA IPC between processes of a host.
-//
-// Not built here: VMM fabric handles (cuMemCreate with CU_MEM_HANDLE_TYPE_FABRIC, cuMemExportToShareableHandle,
-// cuMemMap), which an NVLink domain that spans hosts needs. They would replace allocate, export_handle and import_handle
-// and nothing else: a fabric handle is 64 bytes as well.
+// GPU memory of a workspace: cudaMalloc, peer access inside a process, CUDA IPC between processes of a host,
+// fabric handles (memory_fabric.h) between hosts of an NVLink domain.
 #include "memory.h"
 
 #include <cuda_runtime.h>
 
 #include <cstring>
-#include <exception>
 #include <stdexcept>
 #include <string>
-#include <thread>
+
+#include "memory_fabric.h"
+#include "on_device.h"
 
 namespace jaxcp::memory {
 namespace {
-
-void checked(cudaError_t error, const std::string& what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // clears it: later calls must not report this one
-  throw std::runtime_error(what + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
-}
-
-// Runs `work` with `device` current. On a thread of its own: the caller's current device is the caller's business, and
-// restoring it would create a context on GPU 0 in every process that never used it.
-template <class Work>
-void on_device(int device, Work work) {
-  std::exception_ptr failure;
-  std::thread([&] {
-    try {
-      checked(cudaSetDevice(device), "cudaSetDevice " + std::to_string(device));
-      work();
-    } catch (...) {
-      failure = std::current_exception();
-    }
-  }).join();
-  if (failure) std::rethrow_exception(failure);
-}
 
 // cudaMalloc puts small blocks into one 2 MiB page, and a process can open the IPC handle of a page once only.
 std::size_t whole_pages(std::size_t bytes) {
@@ -46,18 +22,23 @@ std::size_t whole_pages(std::size_t bytes) {
 
 }  // namespace
 
-void* allocate(int device, std::size_t bytes, bool across_processes) {
-  if (across_processes) bytes = whole_pages(bytes);
+std::optional<std::string> domain_blocker(int device) { return vmm::blocker(device, vmm::HandleType::fabric); }
+
+void* allocate(int device, std::size_t bytes, Reach reach) {
+  if (reach == Reach::domain) return vmm::allocate(device, bytes, vmm::HandleType::fabric);
+  if (reach == Reach::host) bytes = whole_pages(bytes);
   void* block = nullptr;
   on_device(device, [&] { checked(cudaMalloc(&block, bytes), "cudaMalloc of " + std::to_string(bytes) + " bytes"); });
   return block;
 }
 
-void release(int device, void* block, std::size_t) {
+void release(int device, void* block, std::size_t, Reach reach) {
+  if (reach == Reach::domain) return vmm::release(device, block);
   on_device(device, [&] { checked(cudaFree(block), "cudaFree"); });
 }
 
-Handle export_handle(int device, void* block) {
+Handle export_handle(int device, void* block, Reach reach) {
+  if (reach == Reach::domain) return std::get<Handle>(vmm::export_block(device, block, vmm::HandleType::fabric));
   static_assert(sizeof(cudaIpcMemHandle_t) == kHandleBytes);
   cudaIpcMemHandle_t exported;
   on_device(device, [&] { checked(cudaIpcGetMemHandle(&exported, block), "cudaIpcGetMemHandle"); });
@@ -66,9 +47,10 @@ Handle export_handle(int device, void* block) {
   return handle;
 }
 
-void forget_name(int, void*) {}  // IPC handles have no name in the file system
+void forget_name(int, void*) {}  // neither type of handle has a name in the file system
 
-void* import_handle(int device, const Handle& handle, std::size_t) {
+void* import_handle(int device, const Handle& handle, std::size_t bytes, Reach reach) {
+  if (reach == Reach::domain) return vmm::import_block(device, handle, bytes);
   cudaIpcMemHandle_t exported;
   std::memcpy(&exported, handle.bytes, kHandleBytes);
   void* block = nullptr;
@@ -78,7 +60,8 @@ void* import_handle(int device, const Handle& handle, std::size_t) {
   return block;
 }
 
-void release_import(int device, void* block, std::size_t) {
+void release_import(int device, void* block, std::size_t, Reach reach) {
+  if (reach == Reach::domain) return vmm::release(device, block);
   on_device(device, [&] { checked(cudaIpcCloseMemHandle(block), "cudaIpcCloseMemHandle"); });
 }
 

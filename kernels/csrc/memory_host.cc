@@ -38,8 +38,11 @@ std::string fresh_name() {
 
 }  // namespace
 
-void* allocate(int, std::size_t bytes, bool across_processes) {
-  if (!across_processes) return map(-1, bytes, "mmap");
+std::optional<std::string> domain_blocker(int) { return "the host twin shares memory between processes of one host only"; }
+
+void* allocate(int device, std::size_t bytes, Reach reach) {
+  if (reach == Reach::domain) throw std::runtime_error(*domain_blocker(device));
+  if (reach == Reach::process) return map(-1, bytes, "mmap");
   const std::string name = fresh_name();
   const int file = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
   if (file < 0) fail("shm_open " + name);
@@ -57,12 +60,12 @@ void* allocate(int, std::size_t bytes, bool across_processes) {
   return block;
 }
 
-void release(int device, void* block, std::size_t bytes) {
+void release(int device, void* block, std::size_t bytes, Reach) {
   forget_name(device, block);
   munmap(block, bytes);
 }
 
-Handle export_handle(int, void* block) {
+Handle export_handle(int, void* block, Reach) {
   const std::lock_guard lock(names_mutex);
   Handle handle{};
   names.at(block).copy(handle.bytes, kHandleBytes - 1);
@@ -77,7 +80,7 @@ void forget_name(int, void* block) {
   names.erase(found);
 }
 
-void* import_handle(int, const Handle& handle, std::size_t bytes) {
+void* import_handle(int, const Handle& handle, std::size_t bytes, Reach) {
   const std::string name(handle.bytes, strnlen(handle.bytes, kHandleBytes));
   const int file = shm_open(name.c_str(), O_RDWR, 0600);
   if (file < 0) fail("shm_open " + name + " of a peer");
@@ -86,7 +89,7 @@ void* import_handle(int, const Handle& handle, std::size_t bytes) {
   return block;
 }
 
-void release_import(int, void* block, std::size_t bytes) { munmap(block, bytes); }
+void release_import(int, void* block, std::size_t bytes, Reach) { munmap(block, bytes); }
 
 void enable_peer(int, int) {}  // threads of one process share their memory
 

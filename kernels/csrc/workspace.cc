@@ -16,15 +16,14 @@ constexpr std::size_t kRunsRemembered = 256;  // executions in flight on one pro
 
 Workspace::Workspace(const Config& given)
     : config(given), by_rank_(static_cast<std::size_t>(given.cp)), imported_(static_cast<std::size_t>(given.cp)) {
-  own_ = static_cast<std::uint8_t*>(
-      memory::allocate(config.device, block::bytes(config), config.across_processes != 0));
+  own_ = static_cast<std::uint8_t*>(memory::allocate(config.device, block::bytes(config), config.reach));
   by_rank_[static_cast<std::size_t>(config.rank)] = own_;
   try {
     status_ = static_cast<uint64_t*>(memory::allocate_mapped(config.device, sizeof(uint64_t), &status_on_device_));
     blank();
   } catch (...) {
     if (status_ != nullptr) memory::release_mapped(config.device, status_, sizeof(uint64_t));
-    memory::release(config.device, own_, block::bytes(config));
+    memory::release(config.device, own_, block::bytes(config), config.reach);
     throw;
   }
 }
@@ -40,7 +39,7 @@ Workspace::~Workspace() {
   };
   quietly([&] { at_rest(); });
   quietly([&] { unmap(); });
-  quietly([&] { memory::release(config.device, own_, block::bytes(config)); });
+  quietly([&] { memory::release(config.device, own_, block::bytes(config), config.reach); });
   quietly([&] { memory::release_mapped(config.device, status_, sizeof(uint64_t)); });
 }
 
@@ -51,7 +50,8 @@ void Workspace::attach(const std::shared_ptr<Workspace>& peer) {
 }
 
 void Workspace::attach(int rank, const memory::Handle& handle) {
-  auto* block = static_cast<std::uint8_t*>(memory::import_handle(config.device, handle, block::bytes(config)));
+  auto* block =
+      static_cast<std::uint8_t*>(memory::import_handle(config.device, handle, block::bytes(config), config.reach));
   by_rank_[static_cast<std::size_t>(rank)] = imported_[static_cast<std::size_t>(rank)] = block;
 }
 
@@ -74,7 +74,8 @@ void Workspace::detach() {
 
 void Workspace::unmap() {
   for (std::uint8_t*& block : imported_) {
-    if (block != nullptr) memory::release_import(config.device, std::exchange(block, nullptr), block::bytes(config));
+    if (block == nullptr) continue;
+    memory::release_import(config.device, std::exchange(block, nullptr), block::bytes(config), config.reach);
   }
 }
 

@@ -44,7 +44,7 @@ struct Config {
   int32_t rank, cp;
   int32_t heads, head_dim, max_tokens;
   int32_t dtype;             // enum Dtype
-  int32_t across_processes;  // whether some rank lives in another process
+  memory::Reach reach;       // of the block: where its peers live
   uint64_t timeout_ns;
   uint64_t first_timeout_ns;  // for the first call of each call site: peers may still be compiling
 
@@ -59,13 +59,13 @@ class Workspace {
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 
-  memory::Handle handle() const { return memory::export_handle(config.device, own_); }
+  memory::Handle handle() const { return memory::export_handle(config.device, own_, config.reach); }
   void attach(const std::shared_ptr<Workspace>& peer);        // of this process
-  void attach(int rank, const memory::Handle& handle);        // of another process
+  void attach(int rank, const memory::Handle& handle);        // of any process that the block's reach includes
   void forget_name() { memory::forget_name(config.device, own_); }
   void connected();    // all peers are attached
   void synchronize();  // waits for everything that was launched, on the device or on threads of the host
-  void detach();       // unmaps blocks of other processes; the workspace can only be destroyed then
+  void detach();       // unmaps what handles mapped; the workspace can only be destroyed then
   void blank();        // while no rank is in a call
 
   // What the workspace knows of a call; the handler adds its buffers.

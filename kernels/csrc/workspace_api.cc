@@ -38,6 +38,13 @@ extern "C" {
 uint32_t jaxcp_protocol_version() { return jaxcp::block::version(); }
 uint64_t jaxcp_workspace_bytes(const Config* config) { return jaxcp::block::bytes(*config); }
 
+// `text` receives why memory of the device cannot be mapped on other hosts, or stays empty.
+const char* jaxcp_domain_blocker(int32_t device, char* text, uint64_t size) {
+  return guarded([&] {
+    if (const auto why = jaxcp::memory::domain_blocker(device)) std::strncpy(text, why->c_str(), size - 1);
+  });
+}
+
 const char* jaxcp_create(const Config* config) {
   return guarded([&] { Registry::instance().insert(std::make_shared<Workspace>(*config)); });
 }
