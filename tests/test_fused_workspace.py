@@ -1,6 +1,7 @@
 """The fused exchange's memory from set-up to tear-down, and what it refuses."""
 
 import gc
+import itertools
 import re
 import types
 from pathlib import Path
@@ -19,11 +20,12 @@ from fused_calls import (
     partials,
 )
 
+from jaxcp import native
 from jaxcp.errors import BackendError, BuildError, JaxcpError
 from jaxcp.exchange import flashinfer, fused, workspace
 from jaxcp.exchange.spec import ExchangeSpec
 from jaxcp.native import compiler
-from jaxcp.native.workspace_library import WorkspaceLibrary
+from jaxcp.native.workspace_library import Config, WorkspaceLibrary
 from jaxcp.topology import Topology
 
 pytestmark = on_several_gpus
@@ -185,7 +187,7 @@ class FakeDevice:
     [
         ("tpu", None, (0, 0), "not platform tpu"),
         ("gpu", (8, 0), (0, 0), "compute capability 9.0 or newer, not 8.0"),
-        ("gpu", (9, 0), (0, 1), "devices are on 2 hosts"),
+        ("gpu", (9, 0), (0, 1), "devices are in 2 NVLink domains"),
         ("gpu", (9, 0), (0, 0), None),
     ],
 )
@@ -211,47 +213,84 @@ def meeting(monkeypatch, hosts):
 
 
 class Unloaded(WorkspaceLibrary):
-    def __init__(self):
+    """Takes its processes' answers to `domain_blocker` from a list; keeps (rank, peer, how) of what it maps."""
+
+    def __init__(self, blockers):
         self.protocol_version, self.path = 1, Path("libjaxcp.so")
+        self.blockers, self.mapped = iter(blockers), []
 
+    def domain_blocker(self, device):
+        return next(self.blockers)
 
-def set_up(topology):
-    workspace.Workspace(topology, spec_of(cp=2), Unloaded, 1.0, name="fused")
+    def handle(self, config):
+        return bytes([config.rank])
 
+    def attach(self, config, peer):
+        self.mapped.append((config.rank, peer.rank, "directly"))
 
-class AgreedError(Exception):
-    pass
+    def attach_handle(self, config, rank, handle):
+        assert handle == bytes([rank])
+        self.mapped.append((config.rank, rank, "by handle"))
+
+    def _call(self, name, *arguments):
+        """Nothing: there are no blocks."""
 
 
 class Remote(FakeDevice):
     """A GPU of process `process_index`."""
 
-    platform, id = "gpu", 0
+    platform, id, local_hardware_id = "gpu", 0, 0
 
     def __init__(self, process_index):
         super().__init__(0)
         self.process_index = process_index
 
 
+def set_up(groups, blockers=()):
+    """A workspace of this process, 0, for GPUs of these processes, group by group."""
+    axes = (("data", len(groups)), ("cp", len(groups[0])))
+    devices = tuple(tuple(map(Remote, group)) for group in groups)
+    topology = Topology("cp", len(groups[0]), devices, "gpu", "", (9, 0), axes)
+    return workspace.Workspace(topology, spec_of(cp=topology.size), lambda: Unloaded(blockers), 1.0, name="fused")
+
+
 @pytest.mark.parametrize(
-    ("groups", "hosts", "fits"),
+    ("groups", "hosts", "transport", "reach", "mapped"),
     [
-        (((0, 0), (1, 1)), ("a", "b"), True),  # data over hosts, the axis inside
-        (((0, 1), (0, 1)), ("a", "a"), True),
-        (((0, 1), (0, 1)), ("a", "b"), False),
+        (((0, 0), (1, 1)), "ab", "peer access", 0, ["directly", "directly"]),  # data over hosts, the axis inside
+        (((0, 1), (0, 1)), "aa", "CUDA IPC", 1, ["by handle", "by handle"]),
+        (((0, 0, 1),), "aa", "CUDA IPC", 1, ["directly", "by handle"] * 2),
+        (((0, 1), (0, 1)), "ab", "fabric handles", 2, ["by handle", "by handle"]),
+        (((0, 0, 1),), "ab", "fabric handles", 2, ["by handle"] * 4),  # peer access does not open such memory
+        (((0, 0), (1, 2)), "abc", "fabric handles", 2, ["by handle"] * 2),  # one group needs them, so all have them
     ],
 )
-def test_only_groups_must_stay_inside_a_host(groups, hosts, fits, monkeypatch):
+def test_the_farthest_peers_decide_how_memory_is_shared(groups, hosts, transport, reach, mapped, monkeypatch):
     meeting(monkeypatch, hosts)
+    monkeypatch.setattr(workspace.Workspace, "_connect", lambda self: None)
+    monkeypatch.setattr(workspace.Workspace, "_log_ready", lambda self, topology: None)
+    built = set_up(groups, itertools.repeat(None))
+    assert built.transport == transport
+    assert {config.reach for config in built.configs} == {reach}
+    assert set(built._handles()) == ({f"{group}:{rank}" for group, rank, _ in built._ranks} if reach else set())
+    built._attach({f"{g}:{rank}": f"{rank:02x}" for g, group in enumerate(groups) for rank in range(len(group))})
+    assert [how for _, _, how in built.library.mapped] == mapped
 
-    def next_step(self):
-        raise AgreedError
 
-    monkeypatch.setattr(Topology, "local_ranks", next_step)
-    topology = Topology("cp", 2, tuple(tuple(map(Remote, group)) for group in groups), "gpu", "", (9, 0), ())
-    expected = pytest.raises(AgreedError) if fits else pytest.raises(NotImplementedError, match="several hosts")
-    with expected:
-        set_up(topology)
+def test_hosts_without_fabric_handles(monkeypatch):
+    """One process that cannot is enough, and the message is its own."""
+    meeting(monkeypatch, "ab")
+    why = "GPU 0: cuMemCreate: CUDA_ERROR_NOT_PERMITTED"
+    with pytest.raises(NotImplementedError, match=rf"process 1 cannot use them: {why}\. Use backend='a2a'"):
+        set_up(((0, 1),), [None, why])
+
+
+def test_the_twin_stays_inside_a_host():
+    library = native.load_exchange("cpu")
+    assert "one host only" in library.domain_blocker(0)
+    config = Config(exchange=-7, cp=2, heads=2, head_dim=8, max_tokens=1, reach=2)
+    with pytest.raises(JaxcpError, match="one host only"):
+        library.create(config)
 
 
 def test_a_mesh_that_leaves_out_processes(monkeypatch):
@@ -259,7 +298,7 @@ def test_a_mesh_that_leaves_out_processes(monkeypatch):
     topology = Topology("cp", 2, ((Remote(0), Remote(2)),), "gpu", "", (9, 0), (("cp", 2),))
     assert "leaves out processes [1] of the job" in fused.blocker(topology, spec_of(cp=2))
     with pytest.raises(NotImplementedError, match=r"leaves out processes \[1\]"):
-        set_up(topology)
+        set_up(((0, 2),))
 
 
 @pytest.mark.parametrize(("platform", "name"), [("gpu", "nvcc"), ("cpu", "cxx")])

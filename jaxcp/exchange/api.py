@@ -67,7 +67,8 @@ class Exchange:
         Raises:
           ValueError, TypeError: bad arguments.
           BackendError: a backend asked for by name is blocked, the message says by what; or set-up failed somewhere.
-          NotImplementedError: the backend owns memory, and a group's ranks turn out to be on several hosts.
+          NotImplementedError: the backend owns memory, and a group's ranks turn out to be on several hosts that cannot
+            use fabric handles.
         """
         topology = Topology.of(mesh, axis_name)
         self.spec = ExchangeSpec.of(topology, heads=heads, head_dim=head_dim, dtype=dtype, max_tokens=max_tokens)

@@ -21,7 +21,7 @@ from jaxcp.exchange import order
 from jaxcp.exchange.collective import merge_alone
 from jaxcp.exchange.resident import WorkspaceEngine
 from jaxcp.exchange.spec import ExchangeSpec
-from jaxcp.exchange.workspace import Workspace, absent_processes, hosts_of
+from jaxcp.exchange.workspace import Workspace, absent_processes, several_domains
 from jaxcp.lse import LogBase, Partial
 from jaxcp.native import compiler
 from jaxcp.native.registry import register_compile_only
@@ -52,9 +52,7 @@ def placement_blocker(topology: Topology, spec: ExchangeSpec) -> str | None:
         return f"{spec.cp} ranks exceed its {MAX_RANKS}"
     if topology.runnable and (why := absent_processes(topology)):
         return why
-    if (hosts := hosts_of(topology)) > 1:
-        return f"a group's devices are on {hosts} hosts; mapping another host's memory (fabric handles) is not built"
-    return None
+    return several_domains(topology)
 
 
 def shape_blocker(spec: ExchangeSpec) -> str | None:

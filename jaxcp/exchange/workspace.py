@@ -8,7 +8,10 @@ so 8 ranks, 32 tokens, 16 heads per rank, 512 x bfloat16 need 7 368 832 bytes (7
 
     ranks in one process               GPU: peer access            CPU twin: threads share memory
     ranks in processes of one host     GPU: CUDA IPC handles       CPU twin: POSIX shared memory
-    ranks on several hosts             not built: needs fabric handles (see `transport` and memory_cuda.cc)
+    ranks on several hosts             GPU: fabric handles            CPU twin: none
+
+Fabric handles (kernels/csrc/memory_fabric.h) reach the hosts of one NVLink domain; whether they work is tried in every
+process before anything else is allocated. They have not yet run between hosts.
 
 Set-up: agree on the fingerprint -> allocate and blank -> exchange handles -> map peers -> meet once more. No rank can
 write before every block is blank, and a failure of one process is an error in all of them.
@@ -35,10 +38,10 @@ from jaxcp.topology import Topology
 FIRST_CALL_FACTOR = 10
 """The first call of each call site waits this many times longer: peers may still be compiling the program."""
 
-SEVERAL_HOSTS = (
-    "exchange: ranks on several hosts need fabric handles (CU_MEM_HANDLE_TYPE_FABRIC) in kernels/csrc/memory_cuda.cc, "
-    "which are not built. Use backend='a2a', or keep the axis inside a host."
-)
+FABRIC = "fabric handles"
+
+REACH = {"threads": 0, "peer access": 0, "shared memory": 1, "CUDA IPC": 1, FABRIC: 2}
+"""How far a block must reach (kernels/csrc/memory.h, enum Reach), by transport."""
 
 _DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 
@@ -54,25 +57,37 @@ def sizes(spec: ExchangeSpec) -> dict[str, int]:
     return {"control": 128, "lse": lse, "data": data, "total": 128 + lse + data}
 
 
-def transport(topology: Topology) -> str:
-    """How ranks of `topology` reach each other's memory.
+def transport(topology: Topology, hosts: list[str]) -> str:
+    """How ranks of `topology` reach each other's memory; `hosts` has one id per process.
 
-    Raises:
-      NotImplementedError: the ranks of a group live on several hosts, or the mesh leaves out processes of the job.
+    Groups may live on different hosts: they exchange nothing.
     """
-    if why := absent_processes(topology):
-        raise NotImplementedError(f"exchange: {why}. Use backend='a2a', or a mesh over all processes.")
-    if hosts_of(topology) > 1:
-        raise NotImplementedError(SEVERAL_HOSTS)
+    if any(len({hosts[device.process_index] for device in group}) > 1 for group in topology.groups):
+        return FABRIC
     inside = topology.one_process
     if topology.platform == "cpu":
         return "threads" if inside else "shared memory"
     return "peer access" if inside else "CUDA IPC"
 
 
-def hosts_of(topology: Topology) -> int:
-    """Hosts of the widest group, as far as the devices tell (GPUs of a host share a slice)."""
-    return max((len({getattr(device, "slice_index", 0) for device in group}) for group in topology.groups), default=1)
+def check_mesh(topology: Topology) -> None:
+    """Raises NotImplementedError if the ranks of `topology` can never share memory, or set-up would wait for ever."""
+    if why := absent_processes(topology):
+        raise NotImplementedError(f"exchange: {why}. Use backend='a2a', or a mesh over all processes.")
+    if why := several_domains(topology):
+        raise NotImplementedError(f"exchange: {why}. Use backend='a2a', or keep the axis inside a host.")
+
+
+def several_domains(topology: Topology) -> str | None:
+    """Why memory of some group's devices cannot be shared, as far as the devices tell, or None.
+
+    A GPU's slice is its NVLink domain: its host, or the hosts of a fabric where XLA knows of it (from Blackwell on;
+    others are declared by jax.distributed.initialize(partition_index=...)).
+    """
+    slices = [len({getattr(device, "slice_index", 0) for device in group}) for group in topology.groups]
+    if max(slices, default=1) == 1:
+        return None
+    return f"a group's devices are in {max(slices)} NVLink domains (slices), and memory is mapped inside one only"
 
 
 def host_id() -> str:
@@ -84,15 +99,6 @@ def absent_processes(topology: Topology) -> str | None:
     """Which processes of the job the mesh leaves out, or None: set-up meets all of them, and would wait for ever."""
     absent = sorted(set(range(jax.process_count())) - set(topology.processes))
     return f"the mesh leaves out processes {absent} of the job, with all of which set-up must meet" if absent else None
-
-
-def check_hosts(topology: Topology, hosts: list[str]) -> None:
-    """Raises NotImplementedError if the ranks of a group live on several hosts; `hosts` has one id per process.
-
-    Groups may live on different hosts: they exchange nothing.
-    """
-    if any(len({hosts[device.process_index] for device in group}) > 1 for group in topology.groups):
-        raise NotImplementedError(SEVERAL_HOSTS)
 
 
 class Workspace:
@@ -124,15 +130,19 @@ class Workspace:
         Raises:
           BackendError: a process could not set up its part, or the processes do not agree.
           BuildError: the library cannot be built, in a job of one process.
-          NotImplementedError: see `transport` and `check_hosts`; in every process, before anything is allocated.
+          NotImplementedError: see `check_mesh`, or ranks on several hosts cannot use fabric handles; in every process,
+            before anything is allocated.
         """
         self.spec, self.timeout_s, self.name = spec, timeout_s, name
-        self.transport = transport(topology)
+        check_mesh(topology)
         if jax.process_count() > 1:
             agree.together("building the library", lambda: {"key": load().path.stem})
         self.library = library = load()
-        self.number = self._agreed_number(topology)
         self._ranks = topology.local_ranks()
+        self.number, hosts = self._agreed(topology)
+        self.transport = transport(topology, hosts)
+        if self.transport == FABRIC:
+            self._check_fabric()
         self.configs = [self._config(topology, *local) for local in self._ranks]
         self._closed = False
         alone = len(topology.processes) == 1
@@ -211,7 +221,8 @@ class Workspace:
     def _rows(self) -> int:
         return self.spec.max_tokens * self.spec.heads_per_rank
 
-    def _agreed_number(self, topology: Topology) -> int:
+    def _agreed(self, topology: Topology) -> tuple[int, list[str]]:
+        """The exchange's number, and the host of every process."""
         spec = self.spec
         fingerprint = {
             "backend": self.name, "cp": spec.cp, "heads": spec.heads, "head_dim": spec.head_dim,
@@ -224,11 +235,24 @@ class Workspace:
             "reading the arguments", lambda: {"number": mine, "host": host_id(), "fingerprint": fingerprint}
         )
         agree.the_same("arguments", [answer["fingerprint"] for answer in answers])
-        check_hosts(topology, [answer["host"] for answer in answers])
         number = max(answer["number"] for answer in answers)
         while mine < number:  # a process that made fewer exchanges of its own catches up
             mine = next(_numbers)
-        return number
+        return number, [answer["host"] for answer in answers]
+
+    def _check_fabric(self) -> None:
+        """Raises NotImplementedError in every process if other hosts cannot map the memory of some device."""
+
+        def tried() -> dict[str, str | None]:
+            found = (self.library.domain_blocker(_ordinal(device)) for _, _, device in self._ranks)
+            return {"why": next(filter(None, found), None)}
+
+        for process, answer in enumerate(agree.together("trying fabric handles", tried)):
+            if why := answer["why"]:
+                raise NotImplementedError(
+                    "exchange: ranks of a group live on several hosts, where fabric handles are needed, and process "
+                    f"{process} cannot use them: {why}. Use backend='a2a', or keep the axis inside a host."
+                )
 
     def _config(self, topology: Topology, group: int, rank: int, device: Any) -> Config:
         spec = self.spec
@@ -236,7 +260,7 @@ class Workspace:
         return Config(
             exchange=self.number, device=_ordinal(device), place=topology.place(group, rank), rank=rank, cp=spec.cp,
             heads=spec.heads, head_dim=spec.head_dim, max_tokens=spec.max_tokens, dtype=_DTYPES[spec.dtype.name],
-            across_processes=not topology.one_process, timeout_ns=timeout_ns,
+            reach=REACH[self.transport], timeout_ns=timeout_ns,
             first_timeout_ns=timeout_ns * FIRST_CALL_FACTOR,
         )  # fmt: skip
 
@@ -252,8 +276,8 @@ class Workspace:
         self._together("forgetting names", self.library.forget_name)
 
     def _handles(self) -> dict[str, str]:
-        """What other processes need, by "group:rank"; json carries it."""
-        if self.transport in ("threads", "peer access"):
+        """What a block's reach asks for, by "group:rank"; json carries it."""
+        if REACH[self.transport] == 0:
             return {}
         return {
             f"{group}:{rank}": self.library.handle(config).hex()
@@ -266,7 +290,7 @@ class Workspace:
             for peer in range(self.spec.cp):
                 if peer == rank:
                     continue
-                if (group, peer) in local:
+                if (group, peer) in local and self.transport != FABRIC:  # which maps nothing but by handle
                     self.library.attach(config, local[group, peer])
                 else:
                     self.library.attach_handle(config, peer, bytes.fromhex(handles[f"{group}:{peer}"]))

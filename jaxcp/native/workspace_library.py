@@ -15,7 +15,7 @@ class Config(ctypes.Structure):
     _fields_ = [
         ("exchange", ctypes.c_int64), ("device", ctypes.c_int32), ("place", ctypes.c_int32), ("rank", ctypes.c_int32),
         ("cp", ctypes.c_int32), ("heads", ctypes.c_int32), ("head_dim", ctypes.c_int32), ("max_tokens", ctypes.c_int32),
-        ("dtype", ctypes.c_int32), ("across_processes", ctypes.c_int32), ("timeout_ns", ctypes.c_uint64),
+        ("dtype", ctypes.c_int32), ("reach", ctypes.c_int32), ("timeout_ns", ctypes.c_uint64),
         ("first_timeout_ns", ctypes.c_uint64),
     ]  # fmt: skip
 
@@ -36,6 +36,12 @@ class WorkspaceLibrary(Library):
         """Bytes of the workspace that `config` asks for."""
         return int(self._lib.jaxcp_workspace_bytes(ctypes.byref(config)))
 
+    def domain_blocker(self, device: int) -> str | None:
+        """Why processes of other hosts cannot map memory of `device`, with what to do, or None; tries it."""
+        text = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        self._call("domain_blocker", ctypes.c_int32(device), text, ctypes.c_uint64(_MESSAGE_BYTES))
+        return text.value.decode() or None
+
     def create(self, config: Config) -> None:
         """Allocates the workspace of one rank, blank."""
         self._call("create", config)
@@ -51,7 +57,7 @@ class WorkspaceLibrary(Library):
         self._call("attach", config, peer)
 
     def attach_handle(self, config: Config, rank: int, handle: bytes) -> None:
-        """Lets a rank write the workspace of a peer of another process."""
+        """Lets a rank write the workspace of a peer, of another process or (fabric handles) of this one."""
         self._call("attach_handle", config, ctypes.c_int32(rank), ctypes.create_string_buffer(handle, HANDLE_BYTES))
 
     def connected(self, config: Config) -> None:
@@ -93,7 +99,7 @@ class WorkspaceLibrary(Library):
         self._call("synchronize", config)
 
     def detach(self, config: Config) -> None:
-        """Waits for the device and unmaps blocks of other processes; the workspace can only be destroyed then."""
+        """Waits for the device and unmaps what handles mapped; the workspace can only be destroyed then."""
         self._call("detach", config)
 
     def destroy(self, config: Config) -> None:
