@@ -212,6 +212,24 @@ def prefill(
     )  # fmt: skip
 
 
+@bench.command()
+def overlap(
+    text: Annotated[Path | None, typer.Argument(help="Text of a compiled program; left out: prefill's.")] = None,
+    cp: Annotated[int | None, typer.Option(help="Ranks of prefill; all devices, at most 8.")] = None,
+    schedules: Annotated[list[str] | None, typer.Option(help="inline, kv_first, overlapped; repeatable.")] = None,
+    layers: Annotated[int, typer.Option(help="QSA layers of the stack.")] = 2,
+    small: Annotated[bool, typer.Option("--small", help="Sizes for CPU devices.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="For programs instead of a table.")] = False,
+) -> None:
+    """What runs behind the collectives of a compiled program, by its schedule; nothing is timed."""
+    from jaxcp import launch
+
+    launch.virtual_devices(DEMO_DEVICES)
+    from jaxcp.bench import overlap as command
+
+    command.main(text=text, cp=cp, schedules=schedules, layers=layers, small=small, as_json=json_output)
+
+
 plots = typer.Typer(help="Draw what was measured or compiled.", no_args_is_help=True)
 app.add_typer(plots, name="plot")
 

@@ -37,7 +37,7 @@ options = {"implementation": "xla", "return_selection": False}
 layer, length = (one.shape(s, jnp.int32) for s in ((), (1,)))
 x = lambda rows: one.shape((rows, config.hidden), jnp.bfloat16)
 lowered = {
-    "prefill": _prefill.lower(params, x(1024), cache, plan, layer, **options),
+    "prefill": _prefill.lower(params, x(1024), cache, plan, layer, peers=None, **options),
     "decode": _decode.lower(params, x(1), cache, length, length, None, layer, **options),
 }
 answer({name: facts(program.compile(), cache.k, cache.v, cache.index) for name, program in lowered.items()})

@@ -123,7 +123,7 @@ def test_memory_is_bounded_at_long_context():
     params = jax.eval_shape(lambda: qsa.from_tensors(oracle.weights(config), config, "float32"))
     plan = qsa.plan([2048], [context - 2048])
     x, layer = jax.ShapeDtypeStruct((2048, config.hidden), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
-    lowered = _prefill.lower(params, x, cache, plan, layer, implementation="xla", return_selection=False)
+    lowered = _prefill.lower(params, x, cache, plan, layer, peers=None, implementation="xla", return_selection=False)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 4 * queries.SCRATCH_BYTES
 
 
