@@ -5,15 +5,16 @@ from typing import Any
 
 from jaxcp.bench import plot
 from jaxcp.bench.prefill.published import PUBLISHED_ON
-from jaxcp.bench.prefill.table import NO_MEASUREMENT, SHOWN
+from jaxcp.bench.prefill.table import SHOWN, titled
 
 
 def draw(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Draws the record into a file; raises as `plot.check` does."""
     cases = record["cases"]
     title = f"A rank's share of prefill on {record['environment']['device_kind']}, {record['date'][:10]}"
-    title = title if record["measurement"] else f"{title} ({NO_MEASUREMENT})"
-    with plot.subplots(path, title, max(1, len(cases)), figsize=(max(9, 1 + 2 * len(cases)), 4.5)) as axes:
+    with plot.subplots(
+        path, titled(title, record), max(1, len(cases)), figsize=(max(9, 1 + 2 * len(cases)), 4.5)
+    ) as axes:
         for axis, case in zip(axes, cases, strict=False):
             _draw_case(axis, case)
         axes[0].set_ylabel("ms per layer")

@@ -5,15 +5,16 @@ from typing import Any
 
 from jaxcp.bench import plot
 from jaxcp.bench.prefill.published import PUBLISHED_ON
-from jaxcp.bench.prefill.table import NO_MEASUREMENT
+from jaxcp.bench.prefill.table import titled
 
 
 def draw(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Draws the record into a file; raises as `plot.check` does."""
     cases = record["cases"]
     title = f"Context-parallel prefill on {record['environment']['device_kind']}, {record['date'][:10]}"
-    title = title if record["measurement"] else f"{title} ({NO_MEASUREMENT})"
-    with plot.subplots(path, title, max(1, len(cases)), figsize=(max(9, 1 + 2 * len(cases)), 4.5)) as axes:
+    with plot.subplots(
+        path, titled(title, record), max(1, len(cases)), figsize=(max(9, 1 + 2 * len(cases)), 4.5)
+    ) as axes:
         for axis, case in zip(axes, cases, strict=False):
             per_layer = {run["way"]: run["wall_ms"] / case["layers"] for run in case["runs"]}
             axis.bar(range(len(per_layer)), per_layer.values(), color="C0", width=0.7)

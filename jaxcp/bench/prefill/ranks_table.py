@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxcp.bench.prefill.published import PUBLISHED_LAYERS, PUBLISHED_ON
-from jaxcp.bench.prefill.table import NO_MEASUREMENT, ms
+from jaxcp.bench.prefill.table import filled, lines_by, ms, titled
 
 HEADING = (
     "case", "ranks", "K/V", "wall ms", "per layer", "exposed", "gathers", "exposed / gathers", "published", "host µs",
@@ -23,23 +23,15 @@ EXPLAINED = (
 
 def lines(record: dict[str, Any]) -> Iterator[list[str]]:
     """Cells of `HEADING`."""
-    for case in record["cases"]:
-        for run in case["runs"]:
-            yield _line(case, run)
+    return lines_by(record, _line)
 
 
 def table(record: dict[str, Any]) -> Table:
     """The record for a terminal, and what was left out."""
-    environment = record["environment"]
-    title = f"{record['layers']} QSA layers on all ranks, {environment['device_kind']}"
+    title = f"{record['layers']} QSA layers on all ranks, {record['environment']['device_kind']}"
     left_out = {way: why for case in record["cases"] for way, why in case["left_out"].items()}
     caption = "; ".join([EXPLAINED, *(f"left out: {way} ({why})" for way, why in left_out.items())])
-    out = Table(title=title if record["measurement"] else f"{title} ({NO_MEASUREMENT})", caption=escape(caption))
-    for heading in HEADING:
-        out.add_column(heading, justify="right")
-    for line in lines(record):
-        out.add_row(*line)
-    return out
+    return filled(titled(title, record), escape(caption), HEADING, lines(record))
 
 
 def _line(case: dict[str, Any], run: dict[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """A record of a rank's share as lines for people, in a terminal or a README."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.table import Table
@@ -25,19 +25,31 @@ NO_MEASUREMENT = "not a measurement: no GPU"
 
 def lines(record: dict[str, Any]) -> Iterator[list[str]]:
     """Cells of `HEADING`."""
-    for case in record["cases"]:
-        for run in case["runs"]:
-            yield _line(case, run)
+    return lines_by(record, _line)
 
 
 def table(record: dict[str, Any]) -> Table:
     """The record for a terminal."""
-    environment = record["environment"]
-    title = f"share of a rank, {record['layers']} QSA layers, on {environment['device_kind']}"
-    out = Table(title=title if record["measurement"] else f"{title} ({NO_MEASUREMENT})", caption=EXPLAINED)
-    for heading in HEADING:
-        out.add_column(heading, justify="right")
-    for line in lines(record):
+    title = f"share of a rank, {record['layers']} QSA layers, on {record['environment']['device_kind']}"
+    return filled(titled(title, record), EXPLAINED, HEADING, lines(record))
+
+
+def lines_by(record: dict[str, Any], line: Callable[[dict, dict], list[str]]) -> Iterator[list[str]]:
+    """`line` of every run of every case."""
+    return (line(case, run) for case in record["cases"] for run in case["runs"])
+
+
+def titled(title: str, record: dict[str, Any]) -> str:
+    """The title, and that it is no measurement where it is none."""
+    return title if record["measurement"] else f"{title} ({NO_MEASUREMENT})"
+
+
+def filled(title: str, caption: str, heading: Iterable[str], lines: Iterable[list[str]]) -> Table:
+    """A table of lines."""
+    out = Table(title=title, caption=caption)
+    for name in heading:
+        out.add_column(name, justify="right")
+    for line in lines:
         out.add_row(*line)
     return out
 
