@@ -18,7 +18,7 @@ from jaxcp.qsa.sparse import attend_xla
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("one_gpu")]
 
 CASES = ("shapes", "choices", "long_contexts", "nothing", "same_bits", "graphs", "small")
-KERNELS = ("attend.cu", "attend_lists.cu", "attend_mma.cu", "attend_rows.cu", "attend_wgmma.cu")
+KERNELS = ("attend.cu", "attend_lists.cu", "attend_mma.cu", "attend_rows.cu", "attend_wgmma.cu", "heads.cu")
 
 
 TestKernels = native_programs.cases_on_a_gpu(

@@ -101,4 +101,4 @@ def test_memory_on_a_gpu(tmp_path, architecture):
         architecture,
     )
     assert temporary < 256 << 20
-    assert loops == 1
+    assert loops == 0, "the kernel's handler walks the rows"

@@ -28,6 +28,7 @@ from jaxcp.lse import LogBase, Partial
 from jaxcp.qsa import forward, mixing, parallel
 from jaxcp.qsa.indexing import take
 from jaxcp.qsa.layer import Projected, products
+from jaxcp.qsa.operations import PREPARE, WRITE_INDEX, WRITE_KV
 from jaxcp.qsa.peers import OnAxis
 from jaxcp.qsa.resolve import Implementation
 from jaxcp.qsa.selection import SELECT, scores
@@ -79,7 +80,7 @@ def unchanged(params, of, angles):
     c = params.config
     k, v = (rows.reshape(-1, c.kv_heads, c.head_dim) for rows in (of.k, of.v))
     index = of.index.reshape(-1, c.index_heads + 1, c.index_dim)
-    return Projected(k, v, index[:, :-1], index[:, -1])
+    return Projected(jnp.stack([k, v], 1), index[:, :-1], index[:, -1])
 
 
 def unchanged_queries(params, q_gate, angles):
@@ -119,8 +120,9 @@ def compare_mixes(monkeypatch, cp, schedule="overlapped", implementation="xla", 
     plain, ranks, x = both(cp, cases, **options)
     monkeypatch.setitem(SELECT, "scores", Implementation(score_bits))
     monkeypatch.setitem(ATTEND, "scores", Implementation(no_attention))
-    for module in (forward, parallel):
-        monkeypatch.setattr(module, "prepare", unchanged)
+    monkeypatch.setitem(PREPARE, implementation, Implementation(unchanged))
+    for table in (WRITE_INDEX, WRITE_KV):
+        monkeypatch.setitem(table, implementation, table["xla"])
     monkeypatch.setattr(mixing, "prepare_queries", unchanged_queries)
     plan, total = ranks.plan(x), sum(map(len, x.values()))
     of = jax.jit(products)(plain.params, plan.pad(np.concatenate(list(x.values()))))

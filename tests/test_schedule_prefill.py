@@ -21,9 +21,9 @@ from functools import partial as bind
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxcp import overlap, qsa
-from jaxcp.lse import LogBase, Partial
 from jaxcp.overlap import copy_engines
 from jaxcp.qsa import resolve
+from jaxcp.qsa.operations import PREPARE, WRITE_INDEX, WRITE_KV
 from jaxcp.qsa.resolve import Implementation
 from jaxcp.qsa.selection import SELECT
 from jaxcp.qsa.sparse import ATTEND
@@ -36,12 +36,14 @@ def select(index_q, cache, layer, queries, config):
     made = jax.ShapeDtypeStruct((len(index_q), config.selected_blocks), jnp.int32)
     return jax.ffi.ffi_call("select", made)(index_q, cache.index, cache.page_table, layer, *queries.rows[1:])
 
-def attend(q, blocks, cache, layer, queries, config):
-    made = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
+def attended(params, q_gate, angles, blocks, cache, layer, queries):
+    made = jax.ShapeDtypeStruct((len(q_gate), q_gate.shape[1] // 2), q_gate.dtype)
     call = jax.ffi.ffi_call("attend", made)
-    return Partial(*call(q, blocks, cache.k, cache.v, cache.page_table, layer, *queries.rows[1:]), LogBase.TWO)
+    return call(q_gate, *angles, blocks, cache.k, cache.v, cache.page_table, layer, *queries.rows[1:])
 
-SELECT["stand-in"], ATTEND["stand-in"] = Implementation(select), Implementation(attend)
+SELECT["stand-in"], ATTEND["stand-in"] = Implementation(select), Implementation(None, attended=attended)
+for table in PREPARE, WRITE_INDEX, WRITE_KV:
+    table["stand-in"] = Implementation(table["cuda"].run)
 
 def gathers(key, barrier):
     def schedule(small, large, local, axis_name):
@@ -129,17 +131,18 @@ def behind(collective) -> set[str]:
     return {operation.what for operation in collective.behind}
 
 
-def assert_kv_runs_behind_the_indexer(program, layers, selection=("select",)):
+def assert_kv_runs_behind_the_indexer(program, layers, selection="select", writer="jaxcp_qsa_store_kv"):
     found = gathers(program)
     assert len(found) == 2 * layers, "a layer gathers index keys once, K and V once"
     for index, kv in zip(found[::2], found[1::2], strict=True):
         assert index.shape == f"bf16[{TOKENS},128]"
         assert kv.shape in (f"bf16[{TOKENS},1024]", f"u8[{TOKENS},1024]")
         assert kv.asynchronous
-        assert behind(kv).issuperset(selection), "K and V travel while blocks are scored and selected"
-        assert not behind(index) & {*selection, "attend"}
-        assert {o.what for o in kv.consumers} == {"scatter"}, "they are written to the cache, and read nowhere else"
-        assert kv.following == kv.consumers[0], "nothing follows the wait but what needs it"
+        assert selection in behind(kv), "K and V travel while blocks are scored and selected"
+        assert not behind(index) & {selection, "attend"}
+        assert {o.what for o in kv.consumers} == {writer}, "they are written to the cache, and read nowhere else"
+        if writer != "scatter":  # XLA's own attention has norms of queries, which it may do anywhere
+            assert kv.following == kv.consumers[0], "nothing follows the wait but what needs it"
 
 
 @pytest.mark.parametrize("form", ["unrolled", "scanned"])
@@ -216,9 +219,12 @@ def test_variants_keep_the_schedule(variants, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("implementation", "selection"), [("xla", "top_k"), ("cuda", "jaxcp_qsa_select")])
-def test_every_indexer_hides_kv(variants, implementation, selection):
-    assert_kv_runs_behind_the_indexer(variants[implementation], 1, selection=(selection,))
+@pytest.mark.parametrize(
+    ("implementation", "selection", "writer"),
+    [("xla", "top_k", "scatter"), ("cuda", "jaxcp_qsa_select", "jaxcp_qsa_store_kv")],
+)
+def test_every_indexer_hides_kv(variants, implementation, selection, writer):
+    assert_kv_runs_behind_the_indexer(variants[implementation], 1, selection, writer)
     assert_no_pool_is_copied(variants[implementation])
 
 

@@ -12,7 +12,7 @@ from jaxcp.lse import accumulation_dtype
 from jaxcp.qsa.layer import Products, Projected, prepare, products
 from jaxcp.qsa.rope import Table, table
 from jaxcp.qsa.segments import Segments, rows_of
-from jaxcp.qsa.update import update
+from jaxcp.qsa.update import update, write_index, write_kv
 
 CHUNK = 4096
 """Tokens that are written at a time."""
@@ -53,5 +53,5 @@ def written(
     segments, projected = Segments(*of_segments), prepare(params, of, angles)
     rows = rows_of(segments, len(of.k))
     rope = jnp.broadcast_to(jnp.maximum(rows.position, 0), (3, len(of.k)))
-    cache, _ = update(params, cache, layer, projected.k, projected.v, projected.index_k, rope, rows, segments)
+    cache, _ = update(params, cache, layer, projected, rope, rows, segments, write_index, write_kv)
     return projected, cache

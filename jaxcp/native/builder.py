@@ -41,10 +41,13 @@ SOURCES = {
         "qsa/attend_rows.cu",
         "qsa/attend_wgmma.cu",
         "qsa/ffi_attend.cc",
+        "qsa/ffi_store.cc",
+        "qsa/heads.cu",
         "qsa/select.cc",
         "qsa/select_stored.cu",
         "qsa/select_stream.cu",
         "qsa/ffi_select.cc",
+        "qsa/store.cu",
     ),
     "flashinfer_topk": ("build_key.cc", "qsa/select_flashinfer.cu", "qsa/ffi_select_flashinfer.cc"),
 }

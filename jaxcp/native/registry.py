@@ -13,7 +13,14 @@ HANDLERS = {
     "cpu": ("jaxcp_fused",),
     "cuda": ("jaxcp_fused",),
     "flashinfer": ("jaxcp_flashinfer",),
-    "qsa": ("jaxcp_qsa_attend", "jaxcp_qsa_select"),
+    "qsa": (
+        "jaxcp_qsa_attend",
+        "jaxcp_qsa_mix",
+        "jaxcp_qsa_prepare",
+        "jaxcp_qsa_select",
+        "jaxcp_qsa_store_index",
+        "jaxcp_qsa_store_kv",
+    ),
     "flashinfer_topk": ("jaxcp_qsa_flashinfer_topk",),
 }
 """FFI targets of each library, under the names of their symbols."""

@@ -8,11 +8,13 @@ apart, each alone (tests/test_schedule_prefill.py shows both, and the failure wi
 
 XLA's scheduler then places both: it starts a gather as late as its latency, by its own estimate, still passes behind
 other work. What that work may be is ours to say. Whatever is computed before the barrier hides the small gather, and
-only what comes after it can hide the large one. There are no streams, no events and nothing to order by hand; a
-program fixes one order of its collectives for all ranks.
+only what comes after it can hide the large one. A second barrier puts the uses of the large one behind all of the work:
+a cheap use, such as a kernel that stores it, would otherwise come first and wait. There are no streams, no events and
+nothing to order by hand; a program fixes one order of its collectives for all ranks.
 """
 
 from collections.abc import Callable
+from functools import partial as bind
 from typing import Any
 
 from jax import lax
@@ -55,7 +57,7 @@ def overlapped(small: Array, large: Array, local: Any, axis_name: str) -> Gather
       axis_name: mesh axis.
     """
     (small, local), large = start_early(large, axis_name, after=(all_gather(small, axis_name), local))
-    return small, local, lambda work: (large, work)
+    return small, local, bind(_after, large)
 
 
 def large_first(small: Array, large: Array, local: Any, axis_name: str) -> Gathered:
@@ -63,7 +65,12 @@ def large_first(small: Array, large: Array, local: Any, axis_name: str) -> Gathe
     with set_xla_metadata(combiner_key=KEY):
         large = all_gather(large, axis_name)
     large, small, local = lax.optimization_barrier((large, small, local))
-    return all_gather(small, axis_name), local, lambda work: (large, work)
+    return all_gather(small, axis_name), local, bind(_after, large)
+
+
+def _after(large: Array, work: Any) -> tuple[Array, Any]:
+    """Both, once there is the work."""
+    return lax.optimization_barrier((large, work))
 
 
 def inline(small: Array, large: Array, local: Any, axis_name: str) -> Gathered:

@@ -121,7 +121,9 @@ def dense_layer(params: qsa.Params, x: Float[Array, "tokens hidden"]) -> Float[A
     positions = jnp.broadcast_to(jnp.arange(n), (3, n))
     of, angles = products(params, x), table(params.config, positions, x.dtype)
     projected, (q, gate) = prepare(params, of, angles), prepare_queries(params, of.q_gate, angles)
-    k, v = (jnp.repeat(a, params.config.heads // params.config.kv_heads, axis=1) for a in (projected.k, projected.v))
+    k, v = (
+        jnp.repeat(a, params.config.heads // params.config.kv_heads, axis=1) for a in jnp.moveaxis(projected.kv, 1, 0)
+    )
     logits = jnp.einsum("qhd,khd->hqk", q, k) * params.config.scale
     weights = jax.nn.softmax(logits, where=jnp.tri(n, dtype=bool))
     o = jnp.einsum("hqk,khd->qhd", weights, v)

@@ -10,16 +10,13 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxcp.errors import invalid
 from jaxcp.lse import accumulation_dtype
 from jaxcp.qsa.cache import Cache, check_cache
-from jaxcp.qsa.layer import Products, output, prepare, products
-from jaxcp.qsa.mixing import attended
+from jaxcp.qsa.layer import Products, output, products
+from jaxcp.qsa.operations import operations
 from jaxcp.qsa.params import Params, check_params
 from jaxcp.qsa.queries import Queries
-from jaxcp.qsa.resolve import resolve
 from jaxcp.qsa.rope import table
 from jaxcp.qsa.scopes import INDEXER
 from jaxcp.qsa.segments import Rows, Segments, rows_of
-from jaxcp.qsa.selection import SELECT
-from jaxcp.qsa.sparse import ATTEND
 from jaxcp.qsa.update import update
 
 _traces: collections.Counter[str] = collections.Counter()
@@ -65,18 +62,17 @@ def mix(
 ) -> tuple[Float[Array, "rows features"], Rows, Cache, Int32[Array, "rows k"]]:
     """The layer between its input products and its output product: gated rows, what they are, cache, selection."""
     config, total = params.config, len(of.k)
+    do = operations(implementation, config, cache)
     rows = rows_of(segments, total)
     if rope is None:
         rope = jnp.broadcast_to(jnp.maximum(rows.position, 0), (3, total))
     angles = table(config, rope, accumulation_dtype(of.k.dtype))
-    projected = prepare(params, of, angles)
-    cache, rows = update(params, cache, layer, projected.k, projected.v, projected.index_k, rope, rows, segments)
+    projected = do.prepare(params, of, angles)
+    cache, rows = update(params, cache, layer, projected, rope, rows, segments, do.write_index, do.write_kv)
     queries = Queries(segments, rows, min(context, cache.capacity), longest)
-    select = resolve("selection", SELECT, implementation, config, cache)
-    attend = resolve("sparse attention", ATTEND, implementation, config, cache)
     with jax.named_scope(INDEXER):
-        blocks = select(projected.index_q, cache, layer, queries, config)
-    return attended(params, of.q_gate, angles, blocks, cache, layer, queries, attend), rows, cache, blocks
+        blocks = do.select(projected.index_q, cache, layer, queries, config)
+    return do.attended(params, of.q_gate, angles, blocks, cache, layer, queries), rows, cache, blocks
 
 
 def check_arguments(params: Params, x: Array, cache: Cache, rows: int, remedy: str) -> None:

@@ -5,6 +5,8 @@ holds whole blocks only (the plan checks it), they are compressed before, and a 
 keys that the requests' rings keep, a few per request, travel in the same collective.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -14,7 +16,7 @@ from jaxcp.qsa.indexing import quotient, remainder, take
 from jaxcp.qsa.layer import compress
 from jaxcp.qsa.params import Params
 from jaxcp.qsa.rope import table
-from jaxcp.qsa.update import finished_blocks, put_blocks, put_ring, ring_slots, write_index
+from jaxcp.qsa.update import finished_blocks, put_blocks, put_ring, ring_slots
 from jaxcp.qsa.view import View
 
 
@@ -23,7 +25,9 @@ def pack_raw(params: Params, cache: Cache, index_k: Float[Array, "local index_di
     return index_k
 
 
-def write_raw(params: Params, cache: Cache, layer, gathered: Float[Array, "rows index_dim"], view: View) -> Cache:
+def write_raw(
+    params: Params, cache: Cache, layer, gathered: Float[Array, "rows index_dim"], view: View, write_index: Callable
+) -> Cache:
     """The cache with the index of all new tokens, from all ranks' raw keys."""
     return write_index(params, cache, layer, take(gathered, view.place), view.rope, view.segments)
 
@@ -38,9 +42,9 @@ def pack_compressed(params: Params, cache: Cache, index_k: Float[Array, "local i
 
 
 def write_compressed(
-    params: Params, cache: Cache, layer, gathered: Float[Array, "items index_dim"], view: View
+    params: Params, cache: Cache, layer, gathered: Float[Array, "items index_dim"], view: View, write_index: Callable
 ) -> Cache:
-    """The cache with the index of all new tokens, from what `pack_compressed` made on all ranks."""
+    """The cache with the index of all new tokens, from all ranks' compressed keys; none is left to compress."""
     ratio, local = params.config.ratio, len(view.own.rows.position)
     slots = ring_slots(cache, view.segments)
     blocks = finished_blocks(ratio, cache, view.segments, len(view.rows.position))

@@ -11,17 +11,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxcp.lse import LogBase, Partial
 from jaxcp.qsa import library
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.config import QSAConfig
-from jaxcp.qsa.queries import Queries
+from jaxcp.qsa.params import Params
+from jaxcp.qsa.queries import ROWS_AT_ONCE, Queries
+from jaxcp.qsa.rope import Table
+from jaxcp.qsa.scopes import ATTENTION
 from jaxcp.storage import E4M3
 
-TARGET = "jaxcp_qsa_attend"
+ATTEND, MIX = "jaxcp_qsa_attend", "jaxcp_qsa_mix"
 HEAD_DIMS = (64, 128, 256)
 TILE_HEADS, TILE_ROWS, CHUNK, MOST_SPLITS = 64, 8, 64, 64
 """Limits of the kernels: MMA rows and query rows of a tile, tokens per step, parts of a list (attend_params.h)."""
@@ -47,7 +49,7 @@ class Work(NamedTuple):
       tile_rows: query rows that share a gather; 1: rows go alone.
       splits: parts of every list, merged by a kernel of their own.
       slice: rows whose lists exist at a time.
-      scratch: 32-bit words.
+      scratch: 32-bit words, of lists, partials and queries.
     """
 
     tile_rows: int
@@ -78,14 +80,19 @@ def blocker(config: QSAConfig, cache: Cache, platform: str) -> str | None:
     return None
 
 
-def plan(rows: int, config: QSAConfig, width: int, longest: int) -> Work:
-    """How to cut up `rows` query rows that select `width` blocks each, at most `longest` neighbours of one request."""
+def plan(rows: int, config: QSAConfig, width: int, longest: int, *, from_products: bool = False) -> Work:
+    """How to cut up `rows` query rows that select `width` blocks each, at most `longest` neighbours of one request.
+
+    With `from_products` the queries of a slice are made in scratch.
+    """
     group = config.heads // config.kv_heads
     tile_rows = min(TILE_ROWS, TILE_HEADS // group)
     if longest < tile_rows:  # a tile would be a union of strangers
         tile_rows = 1
     words = 2 + tile_rows * (width + 1)
     slice_rows = max(1, LIST_WORDS // words) * tile_rows
+    if from_products:
+        slice_rows = min(slice_rows, max(1, ROWS_AT_ONCE // tile_rows) * tile_rows)
     tiles = -(-rows // tile_rows)
     part = rows * config.heads * (config.head_dim + 1)
     splits = 1
@@ -93,7 +100,9 @@ def plan(rows: int, config: QSAConfig, width: int, longest: int) -> Work:
         most = min(MOST_SPLITS, max(1, tile_rows * (width + 1) * config.ratio // CHUNK))
         splits = _splits(tiles * config.kv_heads, most, "row" if tile_rows == 1 else "tile", 8 * part)
     lists = min(tiles, slice_rows // tile_rows) * words if tile_rows > 1 or group > 16 else 0
-    return Work(tile_rows, splits, slice_rows, max(1, -(-lists // 4) * 4 + (splits * part if splits > 1 else 0)))
+    queries = min(rows, slice_rows) * config.heads * config.head_dim // 2 if from_products and lists else 0
+    partials = splits * part if splits > 1 else 0
+    return Work(tile_rows, splits, slice_rows, max(1, -(-lists // 4) * 4 + partials + queries))
 
 
 def _splits(items: int, most: int, kind: str, part_bytes: int) -> int:
@@ -115,23 +124,52 @@ def attend_cuda(
     config: QSAConfig,
 ) -> Partial:
     """Every row's attention over the cache, as `sparse.attend_xla`; blocks below v(p), ascending, -1 behind."""
-    library.prepare()
-    rows, request, position = len(q), queries.rows.request, queries.rows.position
-    work = plan(rows, config, blocks.shape[1], queries.longest)
-    call = jax.ffi.ffi_call(
-        TARGET,
-        [
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
-            jax.ShapeDtypeStruct((work.scratch,), jnp.int32),
-        ],
-    )
-    # Barriers: XLA:GPU fuses a call with slices of its operands or results, after which jax 0.11's runs the call twice.
-    q, blocks = lax.optimization_barrier((q, blocks.astype(jnp.int32)))
-    o, lse, _ = call(
-        q, blocks, request, position, cache.page_table, cache.k, cache.v, jnp.asarray(layer, jnp.int32),
-        ratio=np.int64(config.ratio), tile_rows=np.int64(work.tile_rows), splits=np.int64(work.splits),
-        slice=np.int64(work.slice), scale_log2e=np.float32(config.scale * math.log2(math.e)),
-    )  # fmt: skip
-    o, lse = lax.optimization_barrier((o, lse))
+    work = plan(len(q), config, blocks.shape[1], queries.longest)
+    results = [
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
+        jax.ShapeDtypeStruct((work.scratch,), jnp.int32),
+    ]
+    keys = _keys(blocks, cache, layer, queries)
+    o, lse, _ = library.call(ATTEND, results, q, *keys, attributes=_attributes(work, config))
     return Partial(o, lse, LogBase.TWO)
+
+
+def attended_cuda(
+    params: Params,
+    q_gate: Float[Array, "rows q_gate_features"],
+    angles: Table,
+    blocks: Int[Array, "rows k"],
+    cache: Cache,
+    layer: Int[Array, ""],
+    queries: Queries,
+) -> Float[Array, "rows features"]:
+    """Gated attention of every row from its products, as `mixing.attended`, in one call."""
+    config, rows = params.config, len(q_gate)
+    work = plan(rows, config, blocks.shape[1], queries.longest, from_products=True)
+    results = [
+        jax.ShapeDtypeStruct((rows, q_gate.shape[1] // 2), q_gate.dtype),
+        jax.ShapeDtypeStruct((work.scratch,), jnp.int32),
+    ]
+    with jax.named_scope(ATTENTION):
+        mixed, _ = library.call(
+            MIX, results, q_gate, params.q_norm, *angles, *_keys(blocks, cache, layer, queries),
+            attributes=_attributes(work, config) | {"eps": np.float32(config.eps)},
+        )  # fmt: skip
+    return mixed
+
+
+def _keys(blocks: Int[Array, "rows k"], cache: Cache, layer, queries: Queries) -> tuple[Array, ...]:
+    """Operands that say what rows attend to."""
+    rows, layer = queries.rows, jnp.asarray(layer, jnp.int32)
+    return blocks.astype(jnp.int32), rows.request, rows.position, cache.page_table, cache.k, cache.v, layer
+
+
+def _attributes(work: Work, config: QSAConfig) -> dict[str, np.generic]:
+    return {
+        "ratio": np.int64(config.ratio),
+        "tile_rows": np.int64(work.tile_rows),
+        "splits": np.int64(work.splits),
+        "slice": np.int64(work.slice),
+        "scale_log2e": np.float32(config.scale * math.log2(math.e)),
+    }

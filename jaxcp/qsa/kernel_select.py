@@ -5,7 +5,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxcp.qsa import library
@@ -81,21 +80,15 @@ def select(
       blocks: bound of a row's visible blocks, within the page table.
       k: most blocks to select.
     """
-    library.prepare()
     rows = queries.rows
     work = plan(len(index_q), blocks, k, config.index_heads)
-    call = jax.ffi.ffi_call(
+    ids, _ = library.call(
         TARGET,
-        [
-            jax.ShapeDtypeStruct((len(index_q), k), jnp.int32),
-            jax.ShapeDtypeStruct((work.scratch,), jnp.uint8),
-        ],
-    )
-    # Barriers: XLA:GPU fuses a call with slices of its operands or results, after which jax 0.11's runs the call twice.
-    index_q = lax.optimization_barrier(index_q)
-    ids, _ = call(
+        [jax.ShapeDtypeStruct((len(index_q), k), jnp.int32), jax.ShapeDtypeStruct((work.scratch,), jnp.uint8)],
         index_q, cache.index, jnp.asarray(layer, jnp.int32), cache.page_table, rows.request, rows.position,
-        ratio=np.int64(config.ratio), blocks=np.int64(blocks), longest=np.int64(queries.longest),
-        method=np.int64(work.method),
+        attributes={
+            "ratio": np.int64(config.ratio), "blocks": np.int64(blocks), "longest": np.int64(queries.longest),
+            "method": np.int64(work.method),
+        },
     )  # fmt: skip
-    return lax.optimization_barrier(ids)
+    return ids

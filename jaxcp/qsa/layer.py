@@ -37,14 +37,12 @@ class Projected(NamedTuple):
     """Projections of token rows besides their queries and gates, in the layer's dtype.
 
     Attributes:
-      k: [rows, kv_heads, head_dim], normed and rotated.
-      v: [rows, kv_heads, head_dim].
+      kv: [rows, 2, kv_heads, head_dim]: keys, normed and rotated, and values; side by side, as they travel.
       index_q: [rows, index_heads, index_dim], normed and rotated.
       index_k: [rows, index_dim], raw.
     """
 
-    k: Float[Array, "rows kv_heads head_dim"]
-    v: Float[Array, "rows kv_heads head_dim"]
+    kv: Float[Array, "rows 2 kv_heads head_dim"]
     index_q: Float[Array, "rows index_heads index_dim"]
     index_k: Float[Array, "rows index_dim"]
 
@@ -62,8 +60,7 @@ def prepare(params: Params, of: Products, angles: Table) -> Projected:
     k, v = (features.reshape(-1, c.kv_heads, c.head_dim) for features in (of.k, of.v))
     index = of.index.reshape(-1, c.index_heads + 1, c.index_dim)
     return Projected(
-        k=_main(k, params.k_norm, angles, c.eps),
-        v=v,
+        kv=jnp.stack([_main(k, params.k_norm, angles, c.eps), v], 1),
         index_q=_index(index[:, :-1], indexer.q_layernorm, angles, c.eps),
         index_k=index[:, -1],
     )

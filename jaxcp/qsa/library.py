@@ -1,8 +1,13 @@
-"""The native library of QSA's kernels: what stands against it, and getting it before a call is traced."""
+"""The native library of QSA's kernels: what stands against it, and calls into it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
+from jax import lax
+from jaxtyping import Array
 
-from jaxcp import native
+from jaxcp import native, varying
 from jaxcp.errors import BuildError
 from jaxcp.native import compiler, registry
 from jaxcp.qsa.resolve import platform
@@ -26,7 +31,30 @@ def blocker(target: str) -> str | None:
     return None
 
 
-def prepare() -> None:
+def call(
+    target: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    *operands: Array,
+    attributes: Mapping[str, Any],
+    in_place: dict[int, int] | None = None,
+) -> tuple[Array, ...]:
+    """Results of a call into the library, which is built and loaded first; they differ between ranks where operands do.
+
+    Args:
+      target: FFI target.
+      results: shapes and dtypes.
+      operands: of the call.
+      attributes: of the call, numpy scalars.
+      in_place: result that is the same memory as an operand, by the operand's number.
+    """
+    _ready()
+    # Barriers: XLA:GPU fuses a call with slices of its operands or results, after which jax 0.11's runs the call twice.
+    operands = lax.optimization_barrier(operands)
+    run = jax.ffi.ffi_call(target, list(results), input_output_aliases=in_place)
+    return varying.over(varying.axes(*operands), *lax.optimization_barrier(tuple(run(*operands, **attributes))))
+
+
+def _ready() -> None:
     """Builds and loads the library where programs run; where they are only compiled, makes its calls known."""
     if jax.default_backend() == "gpu":
         native.load("qsa")

@@ -15,13 +15,9 @@ from jaxcp import varying
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.layer import gated, prepare_queries
 from jaxcp.qsa.params import Params
-from jaxcp.qsa.queries import Queries
+from jaxcp.qsa.queries import ROWS_AT_ONCE, Queries
 from jaxcp.qsa.rope import Table
 from jaxcp.qsa.scopes import ATTENTION
-
-ROWS_AT_ONCE = 6600
-"""20 rounds of an H200's 132 processors, where tiles of five rows (kernels/csrc/qsa/attend_params.h) have two KV heads
-each; 4096 rows at a time leave 4 % of the attention's time unused."""
 
 
 def attended(

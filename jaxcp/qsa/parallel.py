@@ -11,26 +11,20 @@ them (float8 where it is float8), and written in the order in which they arrive.
 cached prefix and new tokens alike.
 """
 
-from collections.abc import Callable
-
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, Shaped
 
 from jaxcp import storage, varying
-from jaxcp.lse import Partial, accumulation_dtype
+from jaxcp.lse import accumulation_dtype
 from jaxcp.qsa import index_keys
 from jaxcp.qsa.cache import Cache
-from jaxcp.qsa.layer import Products, Projected, output, prepare, products
-from jaxcp.qsa.mixing import attended
+from jaxcp.qsa.layer import Products, Projected, output, products
+from jaxcp.qsa.operations import operations
 from jaxcp.qsa.params import Params
 from jaxcp.qsa.peers import Peers
-from jaxcp.qsa.resolve import resolve
 from jaxcp.qsa.rope import table
 from jaxcp.qsa.scopes import INDEXER
-from jaxcp.qsa.selection import SELECT
-from jaxcp.qsa.sparse import ATTEND
-from jaxcp.qsa.update import count_dropped, write_kv
+from jaxcp.qsa.update import count_dropped
 from jaxcp.qsa.view import View
 
 
@@ -71,42 +65,24 @@ def mix(
       peers: give all ranks' index keys, and K and V.
     """
     config = params.config
+    do = operations(implementation, config, cache)
     angles = table(config, view.own_rope, accumulation_dtype(of.k.dtype))
-    projected = prepare(params, of, angles)
+    projected = do.prepare(params, of, angles)
     own = varying.axes(of.q_gate, cache.k)  # kernels' results are taken for the same on all ranks unless one says so
     cache = count_dropped(cache, view.rows, view.segments)
     pack, write = index_keys.WAYS[compressed]
     sent = pack(params, cache, projected.index_k, view), packed_kv(cache, projected)
     index, (q_gate, index_q), finish = peers.gather(*sent, (of.q_gate, projected.index_q), layer)
-    cache = write(params, cache, layer, index, view)
-    select = resolve("selection", SELECT, implementation, config, cache)
+    cache = write(params, cache, layer, index, view, do.write_index)
     with jax.named_scope(INDEXER):
-        (blocks,) = varying.over(own, select(index_q, cache, layer, view.own, config))
+        (blocks,) = varying.over(own, do.select(index_q, cache, layer, view.own, config))
     kv, blocks = finish(blocks)
-    k, v = unpacked_kv(kv, projected)
-    cache = write_kv(cache, layer, k, v, view.gathered.request, view.gathered.position)
-    attend = _varying(own, resolve("sparse attention", ATTEND, implementation, config, cache))
-    return attended(params, q_gate, angles, blocks, cache, layer, view.own, attend), cache, blocks
-
-
-def _varying(own: frozenset[str], attend: Callable) -> Callable:
-    """`attend` whose results are marked as differing over `own`."""
-
-    def marked(*arguments) -> Partial:
-        partial = attend(*arguments)
-        o, lse = varying.over(own, partial.o, partial.lse)
-        return Partial(o, lse, partial.base)
-
-    return marked
+    kv = kv.reshape(-1, *projected.kv.shape[1:])
+    cache = do.write_kv(cache, layer, kv, view.gathered.request, view.gathered.position)
+    (mixed,) = varying.over(own, do.attended(params, q_gate, angles, blocks, cache, layer, view.own))
+    return mixed, cache, blocks
 
 
 def packed_kv(cache: Cache, projected: Projected) -> Shaped[Array, "rows features"]:
     """K and V of every row side by side, as stored."""
-    k, v = (x.reshape(len(x), -1) for x in (projected.k, projected.v))
-    return storage.encode(jnp.concatenate([k, v], 1), cache.kv_dtype)
-
-
-def unpacked_kv(kv: Shaped[Array, "rows features"], projected: Projected):
-    """K and V [rows, kv_heads, head_dim] from `packed_kv`'s rows."""
-    heads = projected.k.shape[1:]
-    return (half.reshape(-1, *heads) for half in jnp.split(kv, 2, axis=1))
+    return storage.encode(projected.kv.reshape(len(projected.kv), -1), cache.kv_dtype)

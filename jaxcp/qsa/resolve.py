@@ -1,8 +1,7 @@
 """Which implementation of an operation serves a cache, and which one "auto" takes.
 
-Scoring with selection and sparse attention have a table each, `selection.SELECT` and `sparse.ATTEND`: name ->
-`Implementation`, the best first. A blocker looks at host facts only and says why an implementation cannot serve here.
-Nothing falls back after this point.
+Every operation has a table (`jaxcp.qsa.operations`): name -> `Implementation`, the best first. A blocker looks at host
+facts only and says why an implementation cannot serve here. Nothing falls back after this point.
 """
 
 import contextlib
@@ -28,16 +27,26 @@ class Implementation(NamedTuple):
     Attributes:
       run: the function; all of a table have one signature.
       blocker: (config, cache, platform) -> why it cannot serve, or None.
+      attended: of sparse attention that takes a layer's products and gates its results itself: what to call instead of
+        `mixing.attended` around `run`.
     """
 
     run: Callable
     blocker: Callable[[QSAConfig, Cache, str], str | None] = lambda config, cache, platform: None
+    attended: Callable | None = None
 
 
 def resolve(
     operation: str, table: dict[str, Implementation], implementation: str, config: QSAConfig, cache: Cache
 ) -> Callable:
-    """The function of that name; "auto" takes the first without a blocker, and logs once why.
+    """The function of that name, as `entry`."""
+    return entry(operation, table, implementation, config, cache).run
+
+
+def entry(
+    operation: str, table: dict[str, Implementation], implementation: str, config: QSAConfig, cache: Cache
+) -> Implementation:
+    """The implementation of that name; "auto" takes the first without a blocker, and logs once why.
 
     Args:
       operation: what the table is for, in errors.
@@ -58,13 +67,13 @@ def resolve(
         chosen = next(name for name, why in blockers.items() if why is None)  # "xla" has no blocker
         passed_over = [f"{name}: {why}" for name, why in blockers.items() if why is not None]
         _log_once(f"QSA {operation}: {chosen} ({'; '.join(passed_over) or 'first choice'})")
-        return table[chosen].run
+        return table[chosen]
     if why := blockers[implementation]:
         usable = ", ".join(name for name, blocked in blockers.items() if blocked is None)
         raise BackendError(
             f"implementation={implementation!r} cannot compute {operation}: {why}. Usable here: {usable}."
         )
-    return table[implementation].run
+    return table[implementation]
 
 
 def blockers_of(table: dict[str, Implementation], config: QSAConfig, cache: Cache) -> dict[str, str | None]:

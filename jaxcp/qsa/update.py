@@ -5,6 +5,7 @@ the cache whatever lengths a device array holds.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxcp import storage
 from jaxcp.lse import accumulation_dtype
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.indexing import put, quotient, remainder, take
-from jaxcp.qsa.layer import compress
+from jaxcp.qsa.layer import Projected, compress
 from jaxcp.qsa.params import Params
 from jaxcp.qsa.rope import table
 from jaxcp.qsa.segments import Rows, Segments, spread
@@ -58,12 +59,12 @@ def update(
     params: Params,
     cache: Cache,
     layer: Int[Array, ""],
-    k: Float[Array, "rows kv_heads head_dim"],
-    v: Float[Array, "rows kv_heads head_dim"],
-    index_k: Float[Array, "rows index_dim"],
+    projected: Projected,
     rope: Int[Array, "3 rows"],
     rows: Rows,
     segments: Segments,
+    write_index: Callable,
+    write_kv: Callable,
 ) -> tuple[Cache, Rows]:
     """The cache after the forward's tokens, and the rows with those that had no place turned into padding.
 
@@ -71,14 +72,14 @@ def update(
       params: of the layer; compression needs its norm.
       cache: holds each request's first `segments.prefix` tokens.
       layer: of the cache.
-      k, v, index_k: of all new tokens, as projected.
+      projected: all new tokens.
       rope: rope positions of the rows.
       rows, segments: of all new tokens; one segment per request.
+      write_index, write_kv: of `jaxcp.qsa.operations`.
     """
     kept = with_room(cache, rows)
-    cache = write_index(params, count_dropped(cache, kept, segments), layer, index_k, rope, segments)
-    k, v = (storage.encode(x, cache.kv_dtype) for x in (k, v))
-    return write_kv(cache, layer, k, v, kept.request, kept.position), kept
+    cache = write_index(params, count_dropped(cache, kept, segments), layer, projected.index_k, rope, segments)
+    return write_kv(cache, layer, storage.encode(projected.kv, cache.kv_dtype), kept.request, kept.position), kept
 
 
 def with_room(cache: Cache, rows: Rows) -> Rows:
@@ -96,14 +97,14 @@ def count_dropped(cache: Cache, kept: Rows, segments: Segments) -> Cache:
 def write_kv(
     cache: Cache,
     layer: Int[Array, ""],
-    k: Shaped[Array, "rows kv_heads head_dim"],
-    v: Shaped[Array, "rows kv_heads head_dim"],
+    kv: Shaped[Array, "rows 2 kv_heads head_dim"],
     request: Int[Array, " rows"],
     position: Int[Array, " rows"],
 ) -> Cache:
     """The cache with K and V of these tokens, as stored (`storage.encode`), in any order; padding goes to the dump."""
     page, place, _ = _locate(cache, request, position)
-    return dataclasses.replace(cache, k=put(cache.k, k, layer, page, place), v=put(cache.v, v, layer, page, place))
+    k, v = (put(pool, kv[:, i], layer, page, place) for i, pool in enumerate((cache.k, cache.v)))
+    return dataclasses.replace(cache, k=k, v=v)
 
 
 def write_index(

@@ -1,11 +1,16 @@
 // One call of sparse attention: checks, scratch, slices, choice of the kernel.
 #include "attend.h"
+#include "heads.h"
 
 namespace jaxcp::qsa {
 namespace {
 
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;  // of a launch
 
+// Words of the queries of a slice, where a kernel of their own makes them.
+int64_t query_words(const AttendParams& p) {
+  return p.gated() && p.has_lists() ? (p.rows < p.slice ? p.rows : p.slice) * p.heads * p.dim / 2 : 0;
+}
 int64_t tiles_of(const AttendParams& p, int64_t rows) { return (rows + p.tile_rows - 1) / p.tile_rows; }
 
 int64_t list_words(const AttendParams& p) {
@@ -23,10 +28,25 @@ bool has_warpgroup_mma() {
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9;
 }
 
-cudaError_t launch_slice(const AttendParams& p, const Slice& slice, cudaStream_t stream) {
+// Queries of a slice's rows, into the front of scratch.
+PrepareParams queries_of(const AttendParams& p, const Slice& slice) {
+  const int64_t head = 2 * int64_t{p.dim}, row = head * p.heads;
+  const auto* from = static_cast<const uint16_t*>(p.products.q_gate) + slice.first * row;
+  Angles angles = p.products.angles;
+  angles.cos += slice.first * angles.pairs, angles.sin += slice.first * angles.pairs;
+  const Heads heads{from, p.products.norm, p.scratch, row, head, row / 2, p.heads, p.dim, /*in_steps=*/false};
+  return {{heads}, 1, angles, p.products.eps, slice.count};
+}
+
+cudaError_t launch_slice(AttendParams p, const Slice& slice, cudaStream_t stream) {
   if (!p.has_lists()) return launch_rows(p, slice, stream);
   if (cudaError_t error = launch_lists(p, slice, stream); error != cudaSuccess) return error;
-  return has_warpgroup_mma() ? launch_hopper(p, slice, stream) : launch_portable(p, slice, stream);
+  if (!has_warpgroup_mma()) return launch_portable(p, slice, stream);
+  if (p.gated()) {
+    if (cudaError_t error = launch_prepare(queries_of(p, slice), stream); error != cudaSuccess) return error;
+    p.q = reinterpret_cast<const uint16_t*>(p.scratch) - slice.first * p.heads * p.dim;  // rows count from the first
+  }
+  return launch_hopper(p, slice, stream);
 }
 
 }  // namespace
@@ -51,10 +71,11 @@ const char* problem(const AttendParams& p) {
   if (tiles_of(p, p.slice) * p.kv_heads * p.splits > kMostBlocks || p.rows * p.heads > kMostBlocks)
     return "too many rows";
   if (p.scratch_size < scratch_words(p)) return "scratch is too small";
-  return nullptr;
+  if ((p.q == nullptr) != p.gated()) return "either queries or products must be given";
+  return p.gated() ? problem(queries_of(p, Slice{0, p.rows < p.slice ? p.rows : p.slice})) : nullptr;
 }
 
-int64_t scratch_words(const AttendParams& p) { return list_words(p) + part_words(p); }
+int64_t scratch_words(const AttendParams& p) { return query_words(p) + list_words(p) + part_words(p); }
 
 cudaError_t launch_attend(const AttendParams& p, cudaStream_t stream) {
   for (int64_t first = 0; first < p.rows; first += p.slice) {
@@ -62,8 +83,8 @@ cudaError_t launch_attend(const AttendParams& p, cudaStream_t stream) {
     slice.first = first;
     slice.count = p.rows - first < p.slice ? p.rows - first : p.slice;
     slice.tiles = static_cast<int32_t>(tiles_of(p, slice.count));
-    slice.lists = p.scratch;
-    slice.part_o = reinterpret_cast<float*>(p.scratch + list_words(p));
+    slice.lists = p.scratch + query_words(p);
+    slice.part_o = reinterpret_cast<float*>(slice.lists + list_words(p));
     slice.part_lse = slice.part_o + int64_t{p.splits} * p.rows * p.heads * p.dim;
     cudaError_t error = launch_slice(p, slice, stream);
     if (error == cudaSuccess && p.splits > 1) error = launch_merge(p, slice, stream);

@@ -3,6 +3,7 @@
 
 #include "attend.h"
 #include "attend_tile.h"
+#include "attend_walk.cuh"
 
 namespace jaxcp::qsa {
 namespace {
@@ -90,6 +91,8 @@ __global__ __launch_bounds__(kMergeThreads) void merge_parts(const AttendParams 
   const int64_t heads = p.rows * p.heads, at = blockIdx.x;
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
   const auto* parts = reinterpret_cast<const float4*>(slice.part_o) + at * kLanes + lane;
+  const uint2 gates =
+      p.gated() ? __ldg(static_cast<const uint2*>(p.products.q_gate) + (2 * at + 1) * kLanes + lane) : uint2{};
   if (threadIdx.x < p.splits) lses[threadIdx.x] = slice.part_lse[threadIdx.x * heads + at];
   float4 o[kBatch];
 #pragma unroll
@@ -120,12 +123,14 @@ __global__ __launch_bounds__(kMergeThreads) void merge_parts(const AttendParams 
     sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
   }
   const float norm = total == 0 ? 0 : 1 / total;
-  const __nv_bfloat162 low = __floats2bfloat162_rn(sum.x * norm, sum.y * norm);
-  const __nv_bfloat162 high = __floats2bfloat162_rn(sum.z * norm, sum.w * norm);
   uint2 out;
-  out.x = reinterpret_cast<const uint32_t&>(low), out.y = reinterpret_cast<const uint32_t&>(high);
-  reinterpret_cast<uint2*>(p.o)[at * kLanes + lane] = out;
-  if (lane == 0) p.lse[at] = base + log2f(total);
+  if (p.gated()) {
+    out = make_uint2(gated_pair(sum.x * norm, sum.y * norm, gates.x), gated_pair(sum.z * norm, sum.w * norm, gates.y));
+  } else {
+    out = make_uint2(bf16_pair(sum.x * norm, sum.y * norm), bf16_pair(sum.z * norm, sum.w * norm));
+  }
+  static_cast<uint2*>(p.o)[at * kLanes + lane] = out;
+  if (lane == 0 && p.lse != nullptr) p.lse[at] = base + log2f(total);
 }
 
 template <class Visit>

@@ -46,24 +46,27 @@ __device__ __forceinline__ void put_sums(float* merged, float (*top)[ROWS], floa
 template <int DIM, int ROWS, int PARTS, int THREADS>
 __device__ __forceinline__ void merge_sums(const AttendParams& p, const Slice& slice, const Item& item,
                                            const float* merged, const float (*top)[ROWS], const float (*total)[ROWS]) {
-  for (int i = threadIdx.x; i < ROWS * (DIM / 4); i += THREADS) {
-    const int row = i / (DIM / 4), dim = i % (DIM / 4) * 4;
+  for (int i = threadIdx.x; i < ROWS * (DIM / 8); i += THREADS) {
+    const int row = i / (DIM / 8), dim = i % (DIM / 8) * 8;
     const int64_t to = result_row(p, item, row);
     if (to < 0) break;
-    float most = -INFINITY, sum = 0, x[4] = {};
+    const uint4 gates = gates_of(p, to, dim);
+    float most = -INFINITY, sum = 0, x[8] = {};
 #pragma unroll
     for (int j = 0; j < PARTS; ++j) most = fmaxf(most, top[j][row]);
 #pragma unroll
     for (int j = 0; j < PARTS; ++j) {
       const float weight = exp2_fast(top[j][row] - finite(most));
-      const float4 y = *reinterpret_cast<const float4*>(merged + (j * ROWS + row) * (DIM + 8) + dim);
+      const auto* from = reinterpret_cast<const float4*>(merged + (j * ROWS + row) * (DIM + 8) + dim);
+      const float4 y = from[0], z = from[1];
       sum += weight * total[j][row];
       x[0] += weight * y.x, x[1] += weight * y.y, x[2] += weight * y.z, x[3] += weight * y.w;
+      x[4] += weight * z.x, x[5] += weight * z.y, x[6] += weight * z.z, x[7] += weight * z.w;
     }
     const float norm = sum == 0 ? 0 : 1 / sum;
 #pragma unroll
     for (float& y : x) y *= norm;
-    write<4>(p, slice, item.split, to, dim, x);
+    write(p, slice, item.split, to, dim, x, gates);
     if (dim == 0) write_lse(p, slice, item.split, to, finite(most) + log2f(sum));
   }
 }

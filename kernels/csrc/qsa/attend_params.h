@@ -34,11 +34,17 @@
 // time, one without copies nearly as long: neither is hidden behind the other as well as it could be
 // (kernels/README.md).
 //
+// PRODUCTS. A layer gives its products instead of queries. Queries are normed and rotated as an item begins, or, for
+// attend_wgmma.cu, by a kernel of their own for a slice of rows (heads.h); results are multiplied by the sigmoids of
+// their gates as they are written. So neither all queries nor ungated results ever exist in memory.
+//
 // A NaN or infinity in K or V of a token that a row attends to may reach the other rows of its tile; one in a token
 // that no row of the tile attends to reaches none.
 #pragma once
 
 #include <cstdint>
+
+#include "angles.h"
 
 #ifdef __CUDACC__
 #define JAXCP_BOTH __host__ __device__ __forceinline__
@@ -54,8 +60,17 @@ constexpr int kChunk = 64;      // tokens per step of a walk
 constexpr int kMostSplits = 64;
 constexpr int64_t kMostSlots = int64_t{1} << 24;  // blocks of one layer: an entry has 24 bits for its place
 
+// A layer's products with its query weights, and what makes queries of them.
+struct Products {
+  const void* q_gate;  // bf16 [rows, heads, 2, dim]: of each head the query, then the gate
+  const void* norm;    // bf16 [dim]
+  Angles angles;       // of the rows
+  float eps;
+};
+
 struct AttendParams {
-  const void* q;              // bf16 [rows, heads, dim]
+  const void* q;              // bf16 [rows, heads, dim]; null: made from `products`
+  Products products;          // q_gate null: `q` is given, and results are not gated
   const int32_t* blocks;      // [rows, width]: ids in front, ascending, each below (position + 1) / ratio; then -1
   const int32_t* request;     // [rows], row of page_table
   const int32_t* position;    // [rows]; -1: a padding row
@@ -64,7 +79,7 @@ struct AttendParams {
   const void* v;              // like k
   const int32_t* layer;       // one number
   void* o;                    // bf16 [rows, heads, dim]
-  float* lse;                 // [rows, heads], base 2
+  float* lse;                 // [rows, heads], base 2; null: not wanted
   int32_t* scratch;           // scratch_words()
   int64_t scratch_size;       // words there are
   int64_t rows, layers, pages;
@@ -76,6 +91,7 @@ struct AttendParams {
 
   JAXCP_BOTH int32_t group() const { return heads / kv_heads; }
   JAXCP_BOTH int32_t blocks_per_page() const { return page_size / ratio; }
+  JAXCP_BOTH bool gated() const { return products.q_gate != nullptr; }
   // Whether rows are attended to in tiles that have lists; a row that goes alone needs none if its heads fill one MMA.
   JAXCP_BOTH bool has_lists() const { return tile_rows > 1 || group() > 16; }
   // A tile's list: number of complete blocks, number of tails, entries.

@@ -7,11 +7,11 @@
 
 #include <cuda_bf16.h>
 
+#include "attend_softmax.cuh"
 #include "attend_tile.h"
+#include "head.cuh"
 
 namespace jaxcp::qsa {
-
-using Bf16 = __nv_bfloat16;
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -37,6 +37,10 @@ struct Item {
   int rows, head;  // rows from there on; KV head
   int split;
   const int32_t* list;  // the tile's; null where rows go alone
+  int group;            // query heads of the KV head
+  uint32_t inverse;     // 2^16 / group, rounded up: divides MMA rows exactly, which are below 64
+
+  __device__ int row_of(int m) const { return static_cast<int>(m * inverse >> 16); }
 };
 __device__ __forceinline__ Item item_at(const AttendParams& p, const Slice& slice, uint32_t index) {
   Item item;
@@ -47,6 +51,7 @@ __device__ __forceinline__ Item item_at(const AttendParams& p, const Slice& slic
   item.first = slice.first + offset;
   item.rows = static_cast<int>(min(int64_t{p.tile_rows}, slice.count - offset));
   item.list = p.has_lists() ? slice.lists + tile * p.list_words() : nullptr;
+  item.group = p.group(), item.inverse = 65535 / item.group + 1;
   return item;
 }
 
@@ -126,6 +131,13 @@ __device__ __forceinline__ const Bf16* head_of(const AttendParams& p, const void
   return static_cast<const Bf16*>(pool) + (tokens * p.kv_heads + head) * p.dim;
 }
 
+// Where the result of MMA row `m` goes: its (row, head), counted over [rows, heads]; -1 if it has none.
+__device__ __forceinline__ int64_t result_row(const AttendParams& p, const Item& item, int m) {
+  if (m >= item.rows * item.group) return -1;
+  const int row = item.row_of(m);
+  return (item.first + row) * p.heads + (item.head - row) * item.group + m;
+}
+
 // A query times the scale, rounded; eight of them.
 __device__ __forceinline__ uint4 scaled(uint4 words, float scale) {
   auto* pairs = reinterpret_cast<__nv_bfloat162*>(&words);
@@ -137,50 +149,79 @@ __device__ __forceinline__ uint4 scaled(uint4 words, float scale) {
   return words;
 }
 
-// Queries of an item into a tile of ROWS MMA rows: scaled and rounded; zeros behind the last one.
+// Eight features of the query of (row, head) `at`, normed and rotated; zeros if `at` is negative. By a Head's lanes.
+template <int DIM>
+__device__ __forceinline__ uint4 made_query(const AttendParams& p, int64_t at, int64_t row) {
+  using H = Head<DIM>;
+  const Products& of = p.products;
+  if (at < 0) row = 0;
+  const auto* from = static_cast<const uint4*>(of.q_gate) + (at < 0 ? 0 : 2 * at * H::kLanes) + H::lane();
+  H head{at < 0 ? Eight{} : Eight::of(__ldg(from))};
+  const int64_t angles = row * of.angles.pairs;
+  head.normalise(H::weights(of.norm), of.eps);
+  head.template rotate<false>(Turn(of.angles.cos + angles, of.angles.sin + angles, of.angles.pairs, H::lane()));
+  return head.mine.rounded();
+}
+
+// Queries of an item into a tile of ROWS MMA rows: scaled and rounded; zeros behind the last one. Where they are not
+// given they are made here.
 template <int DIM, int ROWS, int THREADS>
 __device__ __forceinline__ void load_queries(const AttendParams& p, const Item& item, uint8_t* tile, int thread) {
-  constexpr int kUnits = DIM / 8;
-  const int group = p.group(), used = item.rows * group;
-#pragma unroll 4
+  constexpr int kUnits = DIM / 8;  // of a query, one per lane of a Head
+  static_assert(ROWS * kUnits % 32 == 0, "all lanes of a warp take part");
+#pragma unroll 2
   for (int i = thread; i < ROWS * kUnits; i += THREADS) {
     const int m = i / kUnits, unit = i % kUnits;
+    const int64_t row = result_row(p, item, m);
     uint4 words{};
-    if (m < used) {
-      const int64_t at = (item.first + m / group) * p.heads + item.head * group + m % group;
-      words =
-          scaled(*reinterpret_cast<const uint4*>(static_cast<const Bf16*>(p.q) + at * DIM + unit * 8), p.scale_log2e);
+    if (p.q != nullptr) {
+      if (row >= 0) words = __ldg(static_cast<const uint4*>(p.q) + row * kUnits + unit);
+    } else {
+      words = made_query<DIM>(p, row, item.first + item.row_of(m));
     }
-    *reinterpret_cast<uint4*>(tile + tile_offset<ROWS>(m, unit)) = words;
+    *reinterpret_cast<uint4*>(tile + tile_offset<ROWS>(m, unit)) = scaled(words, p.scale_log2e);
   }
 }
 
-// Where the result of MMA row `m` goes: its (row, head), counted over [rows, heads]; -1 if it has none.
-__device__ __forceinline__ int64_t result_row(const AttendParams& p, const Item& item, int m) {
-  const int group = p.group();
-  if (m >= item.rows * group) return -1;
-  return (item.first + m / group) * p.heads + item.head * group + m % group;
+// Gates of eight neighbouring values of a result, bf16; nothing where results are not gated.
+__device__ __forceinline__ uint4 gates_of(const AttendParams& p, int64_t row, int dim) {
+  if (!p.gated() || p.splits > 1 || row < 0) return uint4{};
+  return __ldg(
+      reinterpret_cast<const uint4*>(static_cast<const Bf16*>(p.products.q_gate) + (2 * row + 1) * p.dim + dim));
 }
 
-// Writes N (2 or 4) neighbouring values of a result; to its part where a list is cut.
-template <int N>
+// Two values rounded to bf16, times the sigmoids of their gates.
+__device__ __forceinline__ uint32_t gated_pair(float x, float y, uint32_t gates) {
+  constexpr float kLog2E = 1.44269504f;
+  const float2 o = __bfloat1622float2(__floats2bfloat162_rn(x, y));
+  const float2 gate = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(gates));
+  return bf16_pair(__fdividef(o.x, 1 + exp2_fast(-kLog2E * gate.x)), __fdividef(o.y, 1 + exp2_fast(-kLog2E * gate.y)));
+}
+
+// A result as it is stored; of eight neighbouring values.
+__device__ __forceinline__ uint4 result_of(const AttendParams& p, const float (&x)[8], const uint4& gates) {
+  if (!p.gated()) {
+    return make_uint4(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]), bf16_pair(x[4], x[5]), bf16_pair(x[6], x[7]));
+  }
+  return make_uint4(gated_pair(x[0], x[1], gates.x), gated_pair(x[2], x[3], gates.y), gated_pair(x[4], x[5], gates.z),
+                    gated_pair(x[6], x[7], gates.w));
+}
+
+// Writes eight neighbouring values of a result, if it is one; to its part where a list is cut.
 __device__ __forceinline__ void write(const AttendParams& p, const Slice& slice, int split, int64_t row, int dim,
-                                      const float* x) {
+                                      const float (&x)[8], const uint4& gates) {
+  if (row < 0) return;
   if (p.splits > 1) {
-    float* to = slice.part_o + (split * p.rows * p.heads + row) * p.dim + dim;
-    if constexpr (N == 4) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
-    if constexpr (N == 2) *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
-    return;
-  }
-  Bf16* to = static_cast<Bf16*>(p.o) + row * p.dim + dim;
-#pragma unroll
-  for (int i = 0; i < N; i += 2) {
-    reinterpret_cast<__nv_bfloat162*>(to)[i / 2] = __floats2bfloat162_rn(x[i], x[i + 1]);
+    auto* to = reinterpret_cast<float4*>(slice.part_o + (split * p.rows * p.heads + row) * p.dim + dim);
+    to[0] = make_float4(x[0], x[1], x[2], x[3]), to[1] = make_float4(x[4], x[5], x[6], x[7]);
+  } else {
+    *reinterpret_cast<uint4*>(static_cast<Bf16*>(p.o) + row * p.dim + dim) = result_of(p, x, gates);
   }
 }
 __device__ __forceinline__ void write_lse(const AttendParams& p, const Slice& slice, int split, int64_t row,
                                           float lse) {
-  (p.splits > 1 ? slice.part_lse + split * p.rows * p.heads : p.lse)[row] = lse;
+  float* to = p.splits > 1 ? slice.part_lse + split * p.rows * p.heads : p.lse;
+  if (to != nullptr && row >= 0) to[row] = lse;
 }
 
 // Loads a kernel for every dim on the current device and lets it have the shared memory it asks for.

@@ -2,8 +2,8 @@
 //
 // A resident block of three warpgroups takes items in turn. One gathers; two compute, the chunks 2j + w of an item's
 // list warpgroup w's, each with softmax sums and an output of its own for all 64 MMA rows; so the tensor cores have
-// one's MMAs while the other is in its softmax. At the end of an item they swap halves of their outputs and each merges
-// one.
+// one's MMAs while the other is in its softmax. At the end of an item they swap sums, each those of half the rows, and
+// each merges the other half.
 //
 // RING. What an item needs passes through kStages places in this order: its queries (64 rows, like a chunk), which the
 // computing warps scale into a buffer of their own; then for j = 0, 1 ...: K(2j), K(2j+1), V(2j), V(2j+1), an odd last
@@ -30,7 +30,7 @@ struct Shape {
   static constexpr int kStages = DIM == 256 ? 6 : 8;
   static constexpr int kStage = kChunk * DIM * 2, kQueryBytes = kTileHeads * DIM * 2;
   struct Small {
-    float top[2][kTileHeads], total[2][kTileHeads];
+    float top[kTileHeads], total[kTileHeads];  // given away
     uint64_t full[kStages], empty[kStages];
     uint8_t masks[kStages][kChunk];
     int chunks[kStages];  // of the item whose queries a place holds
@@ -236,55 +236,92 @@ __device__ __forceinline__ void compute(const Block<DIM>& block, typename Block<
   }
 }
 
-// Swaps outputs: this warpgroup gives away half 1 - HALF of its dims and merges half HALF.
-template <int DIM, int HALF>
+// a or b; left to itself the compiler indexes registers instead, which puts them into memory.
+__device__ __forceinline__ float either(bool first, float a, float b) {
+  float y;
+  asm("{.reg .pred p; setp.ne.u32 p, %1, 0; selp.f32 %0, %2, %3, p;}"
+      : "=f"(y)
+      : "r"(static_cast<uint32_t>(first)), "f"(a), "f"(b));
+  return y;
+}
+
+// Results of the eight MMA rows of a warp, on their way out through its part of a place of the ring: lines of 256 bytes
+// that are 1024 apart. So a row and its gates pass in whole lines, and the code is short: what an item ends with has
+// left the instruction cache by then (with rows written and gated from where they were summed, an item took 5 us more).
+template <int DIM>
+struct Outgoing {
+  static constexpr int kRowBytes = DIM * 4, kLanes = DIM / 8, kTurns = DIM / 32;  // fp32; lanes a row, 8 dims each
+  uint8_t* part;
+
+  // Where the values from `dim` on of a row are; neighbouring rows have theirs on distinct banks.
+  __device__ float* at(int row, int dim) const {
+    const int byte = row * kRowBytes + (dim / 4 ^ row) * 16;
+    return reinterpret_cast<float*>(part + byte / 256 * 1024 + byte % 256) + dim % 4;
+  }
+  static __device__ int row(int turn) { return turn * (32 / kLanes) + threadIdx.x % 32 / kLanes; }
+  static __device__ int dim() { return threadIdx.x % kLanes * 8; }
+};
+
+// Warpgroup `wg` merges, of each 16 MMA rows of a warp, the eight from 8 wg on, gives the others' sums away, and writes
+// its rows.
+template <int DIM>
 __device__ __forceinline__ void merge_and_write(const AttendParams& p, const Slice& slice, const Item& item,
-                                                const Block<DIM>& block, typename Block<DIM>::At at, Sums<DIM>& sums) {
-  constexpr int kTiles = DIM / 16;  // of 8 dims in a half
-  const int thread = threadIdx.x % kGroupThreads, m = thread / 32 * 16 + thread % 32 / 4;
-  const auto given = at.ahead(HALF), taken = at.ahead(1 - HALF);
-  finish(sums.running);
+                                                const Block<DIM>& block, typename Block<DIM>::At at, int wg,
+                                                Sums<DIM>& sums) {
+  using Out = Outgoing<DIM>;
+  constexpr int kTiles = DIM / 8;
+  const bool low = wg == 0;
+  const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
+  const int first = 16 * warp + 8 * wg, m = first + lane / 4, other_m = m + 8 - 16 * wg;
+  const auto given = at.ahead(wg), taken = at.ahead(1 - wg);
+  const auto place = [&](typename Block<DIM>::At of) { return block.ring + of.stage * Shape<DIM>::kStage; };
+  Running& running = sums.running;
+  finish(running);
   block.wait_full(given);
-  float4* to = reinterpret_cast<float4*>(block.ring + given.stage * Shape<DIM>::kStage);
+  float2* to = reinterpret_cast<float2*>(place(given)) + thread;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
-    const float (&x)[4] = sums.o[((1 - HALF) * kTiles + t) / 8][((1 - HALF) * kTiles + t) % 8];
-    to[t * kGroupThreads + thread] = make_float4(x[0], x[1], x[2], x[3]);
+    const float (&x)[4] = sums.o[t / 8][t % 8];
+    to[t * kGroupThreads] = make_float2(either(low, x[2], x[0]), either(low, x[3], x[1]));
   }
-  if (thread % 4 == 0) {
-    for (int r = 0; r < 2; ++r) {
-      block.small.top[HALF][m + 8 * r] = sums.running.top[r];
-      block.small.total[HALF][m + 8 * r] = sums.running.total[r];
-    }
+  if (lane % 4 == 0) {
+    block.small.top[other_m] = either(low, running.top[1], running.top[0]);
+    block.small.total[other_m] = either(low, running.total[1], running.total[0]);
+  }
+  uint4 gates[Out::kTurns];  // on their way before the warpgroups meet
+#pragma unroll
+  for (int turn = 0; turn < Out::kTurns; ++turn) {
+    gates[turn] = gates_of(p, result_row(p, item, first + Out::row(turn)), Out::dim());
   }
   hopper::meet<kItemBarrier, 2 * kGroupThreads>();
-  float own[2], others[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float other_top = block.small.top[1 - HALF][m + 8 * r], top = fmaxf(sums.running.top[r], other_top);
-    own[r] = exp2_fast(sums.running.top[r] - finite(top));
-    others[r] = exp2_fast(other_top - finite(top));
-    const float total = own[r] * sums.running.total[r] + others[r] * block.small.total[1 - HALF][m + 8 * r];
-    const float norm = total == 0 ? 0 : 1 / total;
-    own[r] *= norm, others[r] *= norm;
-    const int64_t row = result_row(p, item, m + 8 * r);
-    if (HALF == 0 && thread % 4 == 0 && row >= 0) {
-      write_lse(p, slice, item.split, row, finite(top) + log2f(total));
-    }
-  }
-  const int64_t results[2] = {result_row(p, item, m), result_row(p, item, m + 8)};
-  const float4* from = reinterpret_cast<const float4*>(block.ring + taken.stage * Shape<DIM>::kStage);
+  const float own_top = either(low, running.top[0], running.top[1]), other_top = block.small.top[m];
+  const float top = fmaxf(own_top, other_top);
+  float own = exp2_fast(own_top - finite(top)), others = exp2_fast(other_top - finite(top));
+  const float total = own * either(low, running.total[0], running.total[1]) + others * block.small.total[m];
+  const float norm = total == 0 ? 0 : 1 / total;
+  own *= norm, others *= norm;
+  if (lane % 4 == 0) write_lse(p, slice, item.split, result_row(p, item, m), finite(top) + log2f(total));
+  const float2* from = reinterpret_cast<const float2*>(place(taken)) + thread;
+  float2 o[kTiles];
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
-    const int tile = HALF * kTiles + t;
-    const float4 other = from[t * kGroupThreads + thread];
-    const float (&x)[4] = sums.o[tile / 8][tile % 8];
-    const float y[4] = {own[0] * x[0] + others[0] * other.x, own[0] * x[1] + others[0] * other.y,
-                        own[1] * x[2] + others[1] * other.z, own[1] * x[3] + others[1] * other.w};
+    const float (&x)[4] = sums.o[t / 8][t % 8];
+    const float2 other = from[t * kGroupThreads];
+    o[t].x = own * either(low, x[0], x[2]) + others * other.x;
+    o[t].y = own * either(low, x[1], x[3]) + others * other.y;
+  }
+  const Out out{place(taken) + warp * 256};
+  __syncwarp();
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (results[r] >= 0) write<2>(p, slice, item.split, results[r], tile * 8 + thread % 4 * 2, y + 2 * r);
-    }
+  for (int t = 0; t < kTiles; ++t) *reinterpret_cast<float2*>(out.at(lane / 4, t * 8 + lane % 4 * 2)) = o[t];
+  __syncwarp();
+#pragma unroll
+  for (int turn = 0; turn < Out::kTurns; ++turn) {
+    const int row = Out::row(turn);
+    const float4 front = *reinterpret_cast<const float4*>(out.at(row, Out::dim())),
+                 back = *reinterpret_cast<const float4*>(out.at(row, Out::dim() + 4));
+    const float x[8] = {front.x, front.y, front.z, front.w, back.x, back.y, back.z, back.w};
+    write(p, slice, item.split, result_row(p, item, first + row), Out::dim(), x, gates[turn]);
   }
   block.release(taken);
 }
@@ -314,16 +351,11 @@ __device__ void compute_items(const AttendParams& p, const Slice& slice, const B
   const uint32_t rows[2] = {row_bit(m, group), row_bit(m + 8, group)};
   typename Block<DIM>::At at;
   for (uint32_t index = blockIdx.x; index < items; index += gridDim.x) {
-    const Item item = item_at(p, slice, index);
     const int chunks = take_queries<DIM>(p, block, at);
     at.advance(1);
     Sums<DIM> sums{};
     compute<DIM>(block, at, wg, chunks, rows, sums);
-    if (wg == 0) {
-      merge_and_write<DIM, 0>(p, slice, item, block, at, sums);
-    } else {
-      merge_and_write<DIM, 1>(p, slice, item, block, at, sums);
-    }
+    merge_and_write<DIM>(p, slice, item_at(p, slice, index), block, at, wg, sums);
     at.advance(2);
   }
 }
