@@ -185,10 +185,18 @@ def qsa(
 
 @bench.command()
 def prefill(
-    cases: Annotated[list[str] | None, typer.Option(help="8K, ragged, 8K+56K, 32K, 4x8K, 128K; repeatable.")] = None,
-    cp: Annotated[list[int] | None, typer.Option(help="Ranks; repeatable. All GPUs; of a share 4 and 8.")] = None,
+    cases: Annotated[
+        list[str] | None,
+        typer.Option(help="8K, ragged, 8K+56K, 32K, 4x8K, 8x4K, 512s+4K, 128K; repeatable."),
+    ] = None,
+    cp: Annotated[
+        list[int] | None, typer.Option(help="Ranks; repeatable. All GPUs; of a share 4 and 8; with --balance 4.")
+    ] = None,
     share: Annotated[
         bool, typer.Option("--share", help="One rank's share, also where there are several GPUs.")
+    ] = False,
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Shares of all ranks, cut evenly and by cost: what that gains.")
     ] = False,
     layers: Annotated[int, typer.Option(help="QSA layers of the stack.")] = 12,
     selected: Annotated[
@@ -207,8 +215,8 @@ def prefill(
     from jaxcp.bench.prefill import command
 
     command.main(
-        cases=cases, cp=cp, share=share, selected=selected, ways=ways, output=output, plot=plot, small=small,
-        layers=layers, repeat=repeat,
+        cases=cases, cp=cp, share=share, balance=balance, selected=selected, ways=ways, output=output, plot=plot,
+        small=small, layers=layers, repeat=repeat,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jaxcp.bench.prefill import balance_table as prefill_balance
 from jaxcp.bench.prefill import ranks_table as prefill_ranks
 from jaxcp.bench.prefill import table as prefill_shares
 from jaxcp.bench.qsa import summary as qsa
@@ -97,7 +98,7 @@ def _qsa(record: dict[str, Any]) -> str:
 
 
 def _prefill(record: dict[str, Any]) -> str:
-    kind = prefill_shares if record["benchmark"] == "prefill_share" else prefill_ranks
+    kind = {"prefill_balance": prefill_balance, "prefill_share": prefill_shares}.get(record["benchmark"], prefill_ranks)
     facts = (
         f"{record['layers']} layers in one program: {record['heads']} heads of {record['head_dim']} on "
         f"{record['kv_heads']} KV heads, {record['budget']} tokens in blocks of {record['ratio']}, {record['dtype']}"
@@ -115,8 +116,8 @@ def _clocks(row: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "exchange": _exchange, "lse_merge": _lse_merge, "prefill_ranks": _prefill, "prefill_share": _prefill,
-    "qsa": _qsa, "simulated_ranks": _simulated_ranks,
+    "exchange": _exchange, "lse_merge": _lse_merge, "prefill_balance": _prefill,
+    "prefill_ranks": _prefill, "prefill_share": _prefill, "qsa": _qsa, "simulated_ranks": _simulated_ranks,
 }  # fmt: skip
 """Kind of record -> its table."""
 

@@ -186,7 +186,7 @@ def plan(
       layout: which rank holds which rows: "zigzag" or "interleave" (see `jaxcp.layout`).
       index_keys: what ranks gather of their index keys: "raw", or "compressed", a `ratio`-th of the bytes. That needs
         the zigzag layout, the cache, and requests whose 2 cp blocks and prefixes are all multiples of the ratio.
-      balance: cuts requests into blocks of equal cost (`qsa.Cost`) instead of equal length; zigzag layout only.
+      balance: cuts requests so that ranks' rows cost the same (`qsa.Cost`), equally many as before; zigzag layout only.
       mesh: on whose devices the arrays are put; a call over a mesh would otherwise copy them there every time.
       min_rows, min_context: least bucket of rows (of all ranks) and of tokens per request. A server with chunks of at
         most n tokens compiles one program if it passes min_rows=n (plus 2 cp per request where cp > 1) and

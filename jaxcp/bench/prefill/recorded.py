@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
@@ -37,6 +38,10 @@ class Recorded:
     place: Any
     zero: Any
     selection: Any = None
+
+    def at(self, rank: int) -> "Recorded":
+        """The same rows for another rank."""
+        return dataclasses.replace(self, place=jax.device_put(np.int32(rank)))
 
     def rank(self) -> Int[Array, ""]:
         """Which one it is."""

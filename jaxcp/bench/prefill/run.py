@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxcp.bench import _measure
-from jaxcp.bench.prefill import ranks, ranks_table, shares, table
+from jaxcp.bench.prefill import balance, balance_table, ranks, ranks_table, shares, table
 from jaxcp.bench.prefill.cases import CASES, Case
 from jaxcp.bench.prefill.options import Options
 from jaxcp.bench.prefill.share import OWN
@@ -19,6 +19,8 @@ from jaxcp.layout import positive_int
 
 RANKS = (4, 8)
 SELECTIONS = (OWN, "random", "shared")
+BALANCED_RANKS = (4,)
+BALANCED_SELECTIONS = ("random", "shared")
 
 
 def run_shares(
@@ -47,13 +49,34 @@ def run_shares(
       JaxcpError: a result is wrong, or a case failed; such figures are not in the record, all others are.
     """
     _check_ranks(cp)
-    if unknown := set(selected) - {OWN, *selections.MODELS}:
-        raise invalid("selected", sorted(unknown), f"some of {[OWN, *selections.MODELS]}", "Name selections.")
+    _check_selected(selected)
 
     def measure(whole: Whole, cp: int) -> dict[str, Any]:
         return shares.measured(whole, cp, selected, options)
 
     return _run("prefill_share", wanted, cp, measure, options, output, console, table.table)
+
+
+def run_balance(
+    wanted: Iterable[Case] | None = None,
+    *,
+    options: Options,
+    cp: Sequence[int] = BALANCED_RANKS,
+    selected: Sequence[str] = BALANCED_SELECTIONS,
+    output: str | os.PathLike[str] | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Measures every rank's share of every case on one device, cut evenly and by cost; returns the record.
+
+    Arguments and errors are those of `run_shares`.
+    """
+    _check_ranks(cp)
+    _check_selected(selected)
+
+    def measure(whole: Whole, cp: int) -> dict[str, Any]:
+        return balance.measured(whole, cp, selected, options)
+
+    return _run("prefill_balance", wanted, cp, measure, options, output, console, balance_table.table)
 
 
 def run_ranks(
@@ -126,3 +149,8 @@ def _check_ranks(cp: Sequence[int]) -> None:
     for count in cp:
         if positive_int("cp", count) == 1:
             raise invalid("cp", 1, "two ranks or more", "One rank is the plain program: jaxcp bench qsa.")
+
+
+def _check_selected(selected: Sequence[str]) -> None:
+    if unknown := set(selected) - {OWN, *selections.MODELS}:
+        raise invalid("selected", sorted(unknown), f"some of {[OWN, *selections.MODELS]}", "Name selections.")

@@ -48,16 +48,12 @@ class Share:
     @property
     def tokens(self) -> np.ndarray:
         """Packed token of each row, -1 in padding: int [local rows]."""
-        assert self.plan.layout is not None
-        split = self.plan.layout.split(np.array(self.whole.case.lengths))
-        return np.asarray(split.tokens(self.rank, self.plan.local_rows))
+        return np.asarray(self.whole.case.split(self.plan).tokens(self.rank, self.plan.local_rows))
 
     @property
     def positions(self) -> np.ndarray:
         """Of each row in its request, -1 in padding: int [local rows]."""
-        case = self.whole.case
-        of_token = np.concatenate([np.arange(p, p + n) for n, p in zip(case.lengths, case.prefix, strict=True)])
-        return np.where(self.tokens >= 0, of_token[self.tokens], -1)
+        return np.where(self.tokens >= 0, self.whole.case.positions[self.tokens], -1)
 
 
 def make_share(whole: Whole, cp: int) -> Share:
@@ -65,6 +61,12 @@ def make_share(whole: Whole, cp: int) -> Share:
     plan = whole.case.plan(whole.cache, cp)
     rank = whole.case.busiest(whole.config, plan)
     return Share(whole, plan, rank, own_rows(plan, whole.x, rank), recorded(whole, plan, rank))
+
+
+def make_shares(whole: Whole, plan: qsa.Plan) -> list[Share]:
+    """The shares of all ranks of a plan; what all ranks send is there once."""
+    peers = recorded(whole, plan, 0)
+    return [Share(whole, plan, rank, own_rows(plan, whole.x, rank), peers.at(rank)) for rank in range(plan.cp)]
 
 
 def own_rows(plan: qsa.Plan, x: Array, rank: int) -> Array:
@@ -107,7 +109,12 @@ def selection(share: Share, name: str) -> Array:
     """What the rank's rows attend to: what the first layer selects (`OWN`), or a model of it."""
     if name != OWN:
         return selections.model(name, share.positions, share.whole.config)
-    return jnp.where(jnp.asarray(share.tokens >= 0)[:, None], own_rows(share.plan, share.whole.blocks, share.rank), -1)
+    return dealt(share, share.whole.blocks)
+
+
+def dealt(share: Share, blocks: Array) -> Array:
+    """The rank's part of a selection of all tokens [tokens, k]."""
+    return jnp.where(jnp.asarray(share.tokens >= 0)[:, None], own_rows(share.plan, blocks, share.rank), -1)
 
 
 def plan_us(whole: Whole, cp: int, repeat: int = 21, **options) -> float:
