@@ -262,11 +262,12 @@ answer({"share": text(share, 0, one_device, (cache, params, own, plan, peers)), 
 def test_a_share_computes_what_a_rank_computes(tmp_path):
     """Products and kernels of the program for one rank of eight, gathers apart; compiled for a GPU."""
     programs = deviceless.run(prefill_program.SNIPPET + COMPILED, tmp_path, timeout_s=300)
-    work = " dot(", 'target="jaxcp_qsa_select"', 'target="jaxcp_qsa_attend"'
+    kernels = "prepare", "store_index", "select", "store_kv", "mix"
+    work = " dot(", *(f'target="jaxcp_qsa_{name}"' for name in kernels)
     counts = {name: [hlo.count(each) for each in work] for name, hlo in programs.items()}
-    assert counts["share"] == counts["ranks"] == [6, 2, 2]
-    assert set(parts.of_program(parsed(programs["share"])).values()) == {"projections", "indexer", "attention", "rest"}
-    assert "gathers" in parts.of_program(parsed(programs["ranks"])).values()
+    assert counts["share"] == counts["ranks"] == [6, 2, 2, 2, 2, 2]
+    for program in programs.values():
+        assert set(parts.of_program(parsed(program)).values()) == set(parts.PARTS)
     assert "bf16[3,8192,1024]{2,1,0} copy(" not in programs["share"]
 
 

@@ -15,13 +15,18 @@ PARTS = {
     "gathers": "gathers",
     "rest": "the rest",
 }
-"""Part -> what it is called; the rest is norms, rotations, compression, cache and gate."""
+"""Part -> what it is called; the rest is norms, rotations, compression and cache."""
 
-_SCOPES = {scopes.PROJECTIONS: "projections", scopes.INDEXER: "indexer", scopes.ATTENTION: "attention"}
+_SCOPES = {
+    scopes.PROJECTIONS: "projections",
+    scopes.INDEXER: "indexer",
+    scopes.ATTENTION: "attention",
+    scopes.GATHERS: "gathers",
+}
 _KERNELS = {
     "gathers": ("nccl", "AllGather"),
     "indexer": ("store_scores", "stream_blocks", "top_blocks"),
-    "attention": ("attend_", "build_lists", "merge_parts"),
+    "attention": ("attend_", "build_lists", "merge_parts"),  # and prepare_heads for queries, by its scope only
     "projections": ("nvjet", "gemm", "cutlass"),
 }
 """Parts of names of kernels: what is left where a profile says nothing about operations."""

@@ -3,3 +3,5 @@
 PROJECTIONS = "qsa_projections"
 INDEXER = "qsa_indexer"
 ATTENTION = "qsa_attention"
+GATHERS = "qsa_gathers"
+"""What stands in a gather's place; collectives are known by what they are."""

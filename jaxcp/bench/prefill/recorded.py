@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 
 from jaxcp.overlap.gathers import Gathered
 from jaxcp.qsa.indexing import take
+from jaxcp.qsa.scopes import GATHERS
 
 
 @bind(jax.tree_util.register_dataclass, data_fields=["index", "kv", "place", "zero", "selection"], meta_fields=[])
@@ -21,7 +22,8 @@ class Recorded:
 
     Barriers stand where gathers would: what a rank sends is computed whole, and nothing that follows a gather begins
     before it could. XLA drops what nobody reads, barriers or not; so where the given rows lie is made to depend on a
-    number of everything that they replace (tests/test_bench_prefill.py counts products and kernels).
+    number of everything that they replace (tests/test_bench_prefill.py counts products and kernels). Kernels want rows
+    that lie by themselves, so a layer's are copied first: the part "gathers".
 
     Attributes:
       index: [layers + 1, rows, index_dim], raw index keys of all ranks, one rank after another. The last is not read: a
@@ -50,11 +52,13 @@ class Recorded:
     def gather(self, small: Array, large: Array, local: Any, layer: Any) -> Gathered:
         """The layer's rows, once the rank's own are there."""
         local, small, large = lax.optimization_barrier((local, small, large))
-        index = take(self.index, layer + self._nothing(small, large))
+        with jax.named_scope(GATHERS):
+            index = take(self.index, layer + self._nothing(small, large))
 
         def finish(blocks):
             blocks = lax.optimization_barrier(blocks)
-            kv = take(self.kv, layer + self._nothing(blocks))
+            with jax.named_scope(GATHERS):
+                kv = take(self.kv, layer + self._nothing(blocks))
             return kv, blocks if self.selection is None else self.selection
 
         return index, local, finish
