@@ -134,7 +134,7 @@ def test_rounding_points_of_bfloat16():
         return bf16(np.concatenate([step(a * cos) - step(b * sin), step(b * cos) + step(a * sin), rest], -1))
 
     k = bf16(oracle.norm(c, bf16(x @ w.k_proj.T).reshape(200, c.kv_heads, -1), w.k_norm))
-    mostly_equal(p.k, turn(k, cos, sin, lambda z: z))
+    mostly_equal(p.kv[:, 0], turn(k, cos, sin, lambda z: z))
     heads = bf16(x @ w.q_proj.T).reshape(200, c.heads, 2, -1)
     mostly_equal(gate, heads[:, :, 1])
     mostly_equal(q, turn(bf16(oracle.norm(c, heads[:, :, 0], w.q_norm)), cos, sin, lambda z: z))
