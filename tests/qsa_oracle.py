@@ -83,16 +83,24 @@ def tokens(blocks, p, ratio):
     return np.concatenate([inside, np.arange((p + 1) // ratio * ratio, p + 1)])
 
 
+def attention(q, k, v):
+    """(o [heads, dim], lse [heads] in base 2, probabilities [kv_heads, group, tokens]) of a row; softmax is in base 2.
+
+    q [heads, dim], scaled by scale log2(e), over one or more k, v [tokens, kv_heads, dim].
+    """
+    logits = q.reshape(k.shape[1], -1, q.shape[-1]) @ k.transpose(1, 2, 0)
+    top = logits.max(-1, keepdims=True)
+    p = np.exp2(logits - top)
+    total = p.sum(-1, keepdims=True)
+    p /= total
+    return (p @ v.transpose(1, 0, 2)).reshape(q.shape), (top + np.log2(total)).ravel(), p
+
+
 def attend(q, k, v):
     """q [heads, dim] over k, v [tokens, kv_heads, dim]; 0 without tokens."""
     if not len(k):
         return np.zeros((len(q), v.shape[-1]))
-    out, group = [], len(q) // k.shape[1]
-    for head, query in enumerate(q):
-        logits = k[:, head // group] @ query / np.sqrt(q.shape[-1])
-        p = np.exp(logits - logits.max())
-        out.append(p / p.sum() @ v[:, head // group])
-    return np.array(out)
+    return attention(q * (np.log2(np.e) / np.sqrt(q.shape[-1])), k, v)[0]
 
 
 def weights(c: qsa.QSAConfig, seed=0) -> dict:

@@ -1,6 +1,7 @@
 """Sparse attention in CUDA, without a GPU: lists of tiles, how calls are cut up, blockers, compiled programs."""
 
 import dataclasses
+import itertools
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import deviceless
 import jax
 import native_programs
 import pytest
+import qsa_attention_cases as attention
 from native_programs import CSRC, NATIVE
 from test_kernel_binary import disassembled, resources
 
@@ -70,6 +72,16 @@ class TestPlan:
                 assert work.tile_rows * group <= kernel_attend.TILE_HEADS
                 assert 1 <= work.splits <= kernel_attend.MOST_SPLITS
                 assert work.splits == 1 or work.slice >= rows
+
+    def test_the_table_reaches_every_way(self):
+        """Tiles, rows alone, and those whose heads fill several MMAs and need lists."""
+        ways = set()
+        for case in attention.CASES:
+            work = kernel_attend.plan(case.requests.rows, case.config, case.blocks, case.requests.longest)
+            kind = "tiles" if work.tile_rows > 1 else "rows with lists" if case.group > 16 else "rows"
+            ways.add((kind, "parts" if work.splits > 1 else "whole"))
+        both = set(itertools.product(("tiles", "rows"), ("parts", "whole")))
+        assert ways == both | {("rows with lists", "parts")}
 
 
 class TestBlockers:

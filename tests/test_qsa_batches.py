@@ -10,7 +10,6 @@ import qsa_oracle as oracle
 from qsa_runs import Session, close, joined, same_selection
 
 from jaxcp import qsa
-from jaxcp.qsa.sparse import attend_rows
 
 C, W = oracle.TINY, oracle.weights(oracle.TINY)
 PREFIXES = [0, 1, 6, 16, 64]
@@ -118,19 +117,6 @@ def test_padding_rows_of_decode_are_zero():
     assert np.asarray(y)[[0, 1, 2]].any(axis=1).all()
     assert not np.asarray(y)[3:].any()
     assert not np.asarray(run.cache.ring_positions)[0, 3, :, 0].max() >= 0, "an idle request keeps its ring"
-
-
-@pytest.mark.parametrize("group", [1, 8, 12, 16])
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_attention_of_group_sizes_and_dims(group, head_dim):
-    rng = np.random.default_rng(group)
-    q, k, v = (
-        rng.normal(size=s).astype(np.float32) for s in ((2 * group, head_dim), (19, 2, head_dim), (19, 2, head_dim))
-    )
-    o, lse = attend_rows(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.array(17), head_dim**-0.5)
-    np.testing.assert_allclose(o, oracle.attend(q, k[:17], v[:17]), rtol=1e-4, atol=1e-5)
-    logits = np.einsum("hd,thd->ht", q, np.repeat(k[:17], group, 1)) / np.float64(head_dim) ** 0.5
-    np.testing.assert_allclose(lse, np.log2(np.exp(logits).sum(1)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("ratio", "budget"), [(1, 7), (5, 20)])

@@ -31,17 +31,17 @@ BF16 = np.dtype(jnp.bfloat16)
 def test_selection_of_the_integer_example(p, index_q, want_scores, want_row):
     keys = jnp.array([[1, 1], [2, -2], [1, 3], [-1, -1]], jnp.float32)
     visible = (p + 1) // 2
-    score = scores(jnp.array([index_q], jnp.float32), keys)
+    score = jax.jit(scores)(jnp.array([index_q], jnp.float32), keys)
     np.testing.assert_allclose(score[0, :visible] * 2**0.5, want_scores, rtol=1e-6)
-    blocks = top_blocks(score, jnp.array([visible]), 2)
-    assert token_rows(blocks, jnp.array([p]), 2)[0].tolist() == want_row
+    blocks = jax.jit(top_blocks, static_argnums=2)(score, jnp.array([visible]), 2)
+    assert jax.jit(token_rows, static_argnums=2)(blocks, jnp.array([p]), 2)[0].tolist() == want_row
 
 
 def test_attention_of_the_integer_example():
     tokens = jnp.array([0, 1, 4, 5, 8])
     keys = jnp.array([0, 1, 9, 9, 0, 1, 9, 9, 2], jnp.float32)[tokens].reshape(5, 1, 1)
     values = tokens.astype(jnp.float32).reshape(5, 1, 1)
-    o, lse = attend_rows(jnp.array([[1.0], [-1.0]]), keys, values, jnp.array(5), 1.0)
+    o, lse = jax.jit(attend_rows, static_argnums=4)(jnp.array([[1.0], [-1.0]]), keys, values, jnp.array(5), 1.0)
     np.testing.assert_allclose(o[:, 0], [5.357087, 2.539087], rtol=1e-6)
     total = [2 + 2 * np.e + np.e**2, 2 + 2 / np.e + np.e**-2]
     np.testing.assert_allclose(lse, np.log2(total), rtol=1e-6)
@@ -134,7 +134,7 @@ def test_rounding_points_of_bfloat16():
         return bf16(np.concatenate([step(a * cos) - step(b * sin), step(b * cos) + step(a * sin), rest], -1))
 
     k = bf16(oracle.norm(c, bf16(x @ w.k_proj.T).reshape(200, c.kv_heads, -1), w.k_norm))
-    mostly_equal(p.k, turn(k, cos, sin, lambda z: z))
+    mostly_equal(p.kv[:, 0], turn(k, cos, sin, lambda z: z))
     heads = bf16(x @ w.q_proj.T).reshape(200, c.heads, 2, -1)
     mostly_equal(gate, heads[:, :, 1])
     mostly_equal(q, turn(bf16(oracle.norm(c, heads[:, :, 0], w.q_norm)), cos, sin, lambda z: z))
