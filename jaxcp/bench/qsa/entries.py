@@ -98,6 +98,11 @@ def dense(inputs: Inputs) -> list[Entry]:
     return [Entry("attend", "cuDNN dense", peers.dense(inputs), check, bounds, peer=True)]
 
 
+def masked(inputs: Inputs, chosen: Mapping[str, jax.Array]) -> list[Entry]:
+    """cuDNN over all keys with the selection as its mask; its time does not depend on the selection."""
+    return [_attending("cuDNN masked", peers.masked(inputs)(chosen[OWN]), inputs, chosen[OWN], OWN)]
+
+
 def whole(inputs: Inputs, copy_rate: float) -> list[Entry]:
     """What contains the parts: mixer, projections, layer."""
     bounds = _floors(inputs, copy_rate)

@@ -83,6 +83,8 @@ class Session:
         self._peer("row gather", lambda: entries.gathering(inputs, chosen), peers.blocker())
         if case.requests == 1:
             self._peer("cuDNN dense", lambda: entries.dense(inputs), peers.blocker())
+        if case.requests == 1 and peers.is_short(inputs):
+            self._peer("cuDNN masked", lambda: entries.masked(inputs, chosen), peers.blocker())
         if case.each < selections.TILE:
             return {}
         ratio = inputs.config.ratio

@@ -17,6 +17,7 @@ from jaxcp.qsa.kernel_attend import attend_cuda
 from jaxcp.qsa.selection import scores, token_rows
 
 SCRATCH_BYTES = 64 << 20
+SHORT = 4
 
 
 def blocker() -> str | None:
@@ -45,6 +46,31 @@ def dense(inputs: Inputs) -> Program:
     k, v = (x[None] for x in contiguous(inputs))
     options = {"scale": inputs.config.scale, "is_causal": case.rows == case.keys, "implementation": "cudnn"}
     return Program(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options), (inputs.q[None], k, v))
+
+
+def is_short(inputs: Inputs) -> bool:
+    """Whether rows see at most a few times what they select, so that all keys may be less work than a gather."""
+    return inputs.case.keys <= SHORT * inputs.config.budget
+
+
+def masked(inputs: Inputs) -> Callable[[Array], Program]:
+    """cuDNN's dense attention with a selection, given later, as its mask; the mask is there already."""
+    k, v = (x[None] for x in contiguous(inputs))
+    options = {"scale": inputs.config.scale, "implementation": "cudnn"}
+
+    def run(q, k, v, bias):
+        return (jax.nn.dot_product_attention(q, k, v, bias, **options)[0],)
+
+    return lambda blocks: Program(run, (inputs.q[None], k, v, _bias(blocks, inputs.table, inputs.case, inputs.config)))
+
+
+@bind(jax.jit, static_argnums=(2, 3))
+def _bias(blocks, table, case: Case, config: QSAConfig) -> Float[Array, "1 1 rows keys"]:
+    """0 where a row attends to a token of its request, else a number that no logit outweighs."""
+    tokens = token_rows(blocks, case.queries(table).rows.position, config.ratio)
+    tokens = jnp.where(tokens < 0, case.keys, tokens)  # behind the last one: dropped
+    hidden = jnp.full((case.rows, case.keys), -1e30, jnp.bfloat16)
+    return hidden.at[jnp.arange(case.rows)[:, None], tokens].set(0, mode="drop")[None, None]
 
 
 def gather(inputs: Inputs, tuning: tuple[int, int, int]) -> Callable[[Array], Program]:

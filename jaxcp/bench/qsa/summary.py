@@ -6,7 +6,7 @@ from jaxcp.bench.qsa.selections import MODELS
 
 PREFILL = (
     "rows / keys", "scoring + selection", "FlashInfer", "lax.top_k", "attention: own", *MODELS, "row gather",
-    "cuDNN dense", "mixer", "projections", "layer", "MiB",
+    "cuDNN dense", "cuDNN masked", "mixer", "projections", "layer", "MiB",
 )  # fmt: skip
 DECODE = ("requests", "scoring + selection", "attention", "mixer", "layer", "XLA's selection", "XLA's attention",
           "row gather")  # fmt: skip
@@ -14,7 +14,8 @@ EXPLAINED = (
     "Prefill in ms, decode over 131072 keys of each request in µs. In brackets: × the floor of score products, tokens "
     "that four neighbouring rows select together (per row), × the floor of the projections' products; in decode × "
     "reading the keys concerned once. FlashInfer's selection gets XLA's scores, `lax.top_k` alone is given them, cuDNN "
-    "attends to all keys; the mixer is the layer without projections. MiB: beside arguments and results, of scoring + "
+    "attends to all keys, without a mask or, where rows see up to four times what they select, with the selection as "
+    "its bias; the mixer is the layer without projections. MiB: beside arguments and results, of scoring + "
     "selection / attention / mixer"
 )
 
@@ -48,6 +49,7 @@ def _prefill(case: dict[str, Any]) -> list[str]:
         *(attention(selection) for selection in ("own", *MODELS)),
         _cell(_named(case, "attend", "row gather"), 1e3),
         _cell(_named(case, "attend", "cuDNN dense"), 1e3),
+        _cell(_named(case, "attend", "cuDNN masked"), 1e3),
         _cell(_best(case, "mixer"), 1e3),
         _with_floor(_best(case, "projections"), 1e3),
         _cell(_best(case, "layer"), 1e3),
