@@ -126,9 +126,9 @@ def test_machine_code(architecture, tmp_path):
     native_programs.nvcc()
     library = builder.build("qsa", architectures=("sm_90a", "sm_100a"))
     cubins = native_programs.machine_codes(library, architecture, tmp_path)
-    names = re.compile("attend_hopper|attend_portable|attend_rows|build_lists|merge_parts")
+    names = re.compile("attend_(hopper|portable|rows)|build_lists|merge_parts|prepare_heads|store_(kv|index)")
     used = {name: facts for cubin in cubins for name, facts in resources(cubin).items() if names.search(name)}
-    assert len(used) == 3 * 4 + 1, sorted(used)
+    assert len(used) == 3 * 4 + 1 + 5, sorted(used)
     for name, facts in used.items():
         assert facts["STACK"] == facts["LOCAL"] == 0, f"{name} spills: {facts}"
     for name, code in ((name, code) for cubin in cubins for name, code in disassembled(cubin).items()):
