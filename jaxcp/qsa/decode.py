@@ -47,7 +47,7 @@ def decode(
         count 0 is idle. None: all of them.
       rope_positions: int32 [3, tokens] (temporal, height, width); None for text.
       layer: of the cache, a host integer or an int32 scalar on the device.
-      implementation: of what lies between the layer's products: "xla", "cuda", or "auto" for the best of each operation.
+      implementation: of what lies between the layer's products: "xla", "cuda", or "auto" for the best of each.
       return_selection: also return the selected blocks of every row.
 
     Returns:

@@ -53,7 +53,7 @@ def prefill(
       layer: of the cache, a host integer or an int32 scalar on the device.
       schedule: when a layer's two gathers run. "overlapped": index keys while the rows are projected, K/V while the
         indexer works; "kv_first": K/V while the rows are projected, then index keys; "inline": K/V behind nothing.
-      implementation: of what lies between the layer's products: "xla", "cuda", or "auto" for the best of each operation.
+      implementation: of what lies between the layer's products: "xla", "cuda", or "auto" for the best of each.
       return_selection: also return the selected blocks of every row.
 
     Returns:

@@ -122,7 +122,8 @@ __global__ __launch_bounds__(kThreads, 1) void attend_portable(const AttendParam
   float* merged = reinterpret_cast<float*>(ring);
   mma::put_sums<DIM, kTileHeads>(merged, small.top, small.total, o, running, part, row_slice * 16);
   __syncthreads();
-  mma::merge_sums<DIM, kTileHeads, kParts, kThreads>(p, slice, item, merged, small.top, small.total);
+  mma::merge_sums<DIM, kTileHeads, kParts, kThreads>(p, slice, item_at(p, slice, blockIdx.x), merged, small.top,
+                                                     small.total);
 }
 
 template <class Visit>

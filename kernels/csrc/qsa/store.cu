@@ -80,7 +80,7 @@ __device__ void compress(const StoreIndexParams& p, const Run& run, int32_t bloc
   const int32_t per_page = p.at.page_size / p.ratio;
   const int64_t place = exists ? place_in(p.at, per_page, run.request, block) : -1;
   H mean{};
-#pragma unroll 4
+#pragma unroll 2
   for (int32_t member = 0; member < p.ratio; ++member) {
     const int32_t position = block * p.ratio + member, row = run.row_of(position);
     const Bf16* key = row < 0 ? older(position) : raw_key(p, row);
