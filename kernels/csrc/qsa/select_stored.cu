@@ -28,13 +28,13 @@ __device__ void store_part(const SelectParams& p, const Share& share, const Part
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row = (in_turns ? 0 : warp * kWarpRows) + lane / 4;
   float* const out = share.scores + (part.first_row + row - share.first_row) * share.stride + lane % 4 * S::kScores;
+  QueryTile<S> q;  // of the rows of all requests
+  q.load(p, part.first_row + row);
   TileRows tile(p, part.first_row, part.rows);
   uint32_t sequence = 0;
   while (tile.next()) {
     const int32_t limit = min(tile.limit, part.first_key + share.keys), seen = tile.seen(row);
     const int32_t needed = min(Warp().max(seen), limit);
-    QueryTile<S> q;
-    q.load(p, part.first_row + row);
     for (int32_t base = part.first_key; base < limit; base += kStageKeys, ++sequence) {
       if (in_turns && static_cast<int>(sequence % kWarps) != warp) continue;
       stages.wait_full(sequence);
