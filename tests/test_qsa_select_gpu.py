@@ -21,15 +21,15 @@ from jaxcp.qsa.selection import SELECT, select_cuda, top_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("one_gpu")]
 
-CASES = ("chosen", "given", "repeated", "sizes", "small", "summed")
-KERNELS = ("select.cc", "select_stored.cu", "select_stream.cu")
+CASES = ("chosen", "clusters", "given", "long", "repeated", "sizes", "small", "summed")
+KERNELS = ("select.cc", "select_stored.cu", "select_stream.cu", "select_top.cu")
 
 
 TestKernels = native_programs.cases_on_a_gpu(
     "qsa_select_cases.cu",
     [CSRC / "qsa" / name for name in KERNELS],
     CASES,
-    [("memcheck", ["small"]), ("racecheck", ["small"])],
+    [("memcheck", ["small"]), ("racecheck", ["small"]), ("memcheck", ["clusters"])],
 )
 
 

@@ -46,6 +46,7 @@ SOURCES = {
         "qsa/select.cc",
         "qsa/select_stored.cu",
         "qsa/select_stream.cu",
+        "qsa/select_top.cu",
         "qsa/ffi_select.cc",
         "qsa/store.cu",
     ),

@@ -34,11 +34,17 @@ const Kind kKinds[] = {
 const Kind kMore[] = {
     {"wide", [](Random& r, int, int) { return std::ldexp(uniform(r), static_cast<int>(r() % 250) - 120); }},
     {"infinite", [](Random& r, int, int) { return r() % 5 == 0 ? INFINITY : uniform(r); }},
+    {"NaN",
+     [](Random& r, int, int) {
+       return r() % 99 == 0 ? std::bit_cast<float>(0x7FFFFFFFu) : r() % 60 == 0 ? INFINITY : uniform(r);
+     }},
+    {"runs of equals", [](Random&, int i, int) { return static_cast<float>(i / 37 % 5); }},
 };
 
-// Selections from given scores; rows of one length with various visible counts.
-void top_blocks(int n, int k, const Kind& kind, Random& random) {
-  const std::vector<int> visible = {n, n - 1, k, k + 1, k - 1, 0, n / 2, n / 3 + k};
+// Selections from given scores; rows of one length with various visible counts, these too.
+void top_blocks(int n, int k, const Kind& kind, Random& random, const std::vector<int>& counts = {}) {
+  std::vector<int> visible = {n, n - 1, k, k + 1, k - 1, 0, n / 2, n / 3 + k};
+  visible.insert(visible.end(), counts.begin(), counts.end());
   const int64_t stride = (n + 63) / 64 * 64;
   std::vector<float> scores(visible.size() * stride, NAN);
   std::vector<int32_t> position;
@@ -49,9 +55,9 @@ void top_blocks(int n, int k, const Kind& kind, Random& random) {
   const auto rows = static_cast<int32_t>(visible.size());
   std::vector<std::vector<int32_t>> want;
   for (int row = 0; row < rows; ++row) want.push_back(answer(&scores[row * stride], position[row] + 1, k));
-  // Many rows take the smaller blocks: the same ones again and again.
-  for (const int copies : {1, 80}) {
-    if (copies > 1 && n > 10000) break;
+  // A few long rows take a cluster of blocks each, more take one, many a smaller one: the same ones again and again.
+  for (const int copies : {1, 10, 80}) {
+    if (copies > 10 && n > 10000) break;
     std::vector<float> all;
     std::vector<int32_t> positions;
     for (int i = 0; i < copies; ++i) {
@@ -79,6 +85,29 @@ void given() {
       for (const Kind& kind : kKinds) top_blocks(n, k, kind, random);
       for (const Kind& kind : kMore) top_blocks(n, k, kind, random);
     }
+  }
+}
+
+// Rows that clusters take: lengths about those at which their kernels and the blocks' parts change, ends of parts among
+// them, and more to select than there are groups of keys to bound the cut with.
+void clusters() {
+  Random random(7);
+  const std::vector<int> counts = {4095, 4096, 4097, 4351, 4352, 4353, 255, 256, 257, 2049};
+  for (const int n : {4097, 32767, 32769, 65537}) {
+    for (const Kind& kind : kKinds) top_blocks(n, 512, kind, random, counts);
+    for (const Kind& kind : kMore) top_blocks(n, 512, kind, random, counts);
+  }
+  for (const int k : {1, 33, 1024, 4000, 5000}) {
+    for (const Kind& kind : {kKinds[0], kKinds[2], kKinds[3], kKinds[4]}) top_blocks(32768, k, kind, random, counts);
+  }
+}
+
+// A million tokens.
+void longest() {
+  Random random(8);
+  for (const int n : {262144, 262143}) {
+    for (const Kind& kind : {kKinds[0], kKinds[2], kKinds[3], kKinds[4], kMore[2]}) top_blocks(n, 512, kind, random);
+    top_blocks(n, 2048, kKinds[0], random);
   }
 }
 
@@ -212,9 +241,9 @@ void repeated() {
   }
 }
 
-const std::map<std::string, std::function<void()>> kCases = {{"given", given},   {"chosen", chosen},
-                                                             {"summed", summed}, {"sizes", sizes},
-                                                             {"small", small},   {"repeated", repeated}};
+const std::map<std::string, std::function<void()>> kCases = {
+    {"given", given},   {"clusters", clusters}, {"long", longest}, {"chosen", chosen},
+    {"summed", summed}, {"sizes", sizes},       {"small", small},  {"repeated", repeated}};
 
 }  // namespace
 

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <numeric>
@@ -49,11 +50,13 @@ class Device {
   size_t count_;
 };
 
-// Ids of the k largest of the first `visible` scores, ascending, ties to smaller ids; -1 behind. Scores carry no NaN.
+// Ids of the k largest of the first `visible` scores >= +0, ascending, ties to smaller ids; -1 behind. As bits: NaN
+// above infinity.
 inline std::vector<int32_t> answer(const float* scores, int32_t visible, int32_t k) {
   std::vector<int32_t> ids(static_cast<size_t>(std::max(visible, 0)));
   std::iota(ids.begin(), ids.end(), 0);
-  std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return scores[a] > scores[b]; });
+  const auto key = [&](int32_t id) { return std::bit_cast<uint32_t>(scores[id]); };
+  std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return key(a) > key(b); });
   ids.resize(std::min<size_t>(ids.size(), k));
   std::sort(ids.begin(), ids.end());
   ids.resize(static_cast<size_t>(k), -1);

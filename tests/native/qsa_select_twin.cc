@@ -1,5 +1,6 @@
-// The selection's core on the host, one thread doing the work of a warp or a block, against std::stable_sort: the cut
-// of a row by histograms, and the list of candidates that a row's scores stream into. Prints "ok".
+// The selection's core on the host, one thread doing the work of a warp, a block or a cluster of blocks, against
+// std::stable_sort: the cut of a row by histograms, of the whole one and of parts of it, and the list of candidates
+// that a row's scores stream into. Prints "ok".
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -53,6 +54,43 @@ struct Team {
   }
 };
 
+// A row in parts, each with bins of its own, as a cluster of blocks has it; `before`: of each part.
+struct Parts : Team<8> {
+  static constexpr size_t kParts = 8;
+
+  std::vector<std::vector<int32_t>> bins_of{kParts, std::vector<int32_t>(256)};
+  std::vector<Before> before{kParts};
+
+  // Of more than one key: only a pass tells what the parts hold.
+  Range range(int32_t wanted) const { return {0, std::max(Team::range(wanted).high, 1u), wanted}; }
+  size_t part() const { return (keys.size() + kParts - 1) / kParts; }
+  template <class F>
+  void each(F f) {
+    for (at = 0; at < keys.size(); ++at) f(keys[at]);
+  }
+  void clear_bins() {
+    Team::clear_bins();
+    for (auto& bins : bins_of) std::fill(bins.begin(), bins.end(), 0);
+  }
+  void count_if(bool condition, uint32_t digit) {
+    Team::count_if(condition, digit);
+    if (condition) ++bins_of[at / part()].at(digit);
+  }
+  Found find(int32_t wanted) {
+    const Found found = Team::find(wanted);
+    int32_t above = 0, inside = 0;
+    for (size_t i = 0; i < kParts; ++i) {
+      before[i].narrow(above, inside);
+      above = std::accumulate(bins_of[i].begin() + found.digit + 1, bins_of[i].end(), above);
+      inside += bins_of[i][found.digit];
+    }
+    return found;
+  }
+
+ private:
+  size_t at = 0;
+};
+
 using Ids = std::vector<int32_t>;
 
 Ids sorted(const std::vector<float>& scores, int32_t k) {
@@ -90,6 +128,23 @@ void check_row(const std::vector<float>& scores, int32_t k, const std::string& k
     }
     if (places.next != k || ids != sorted(scores, k)) fail("a stored row", kind, scores.size(), k);
   }
+}
+
+// As cluster_top_blocks does: each part's places begin where what the search has learned of the ones before it says.
+void check_parts(const std::vector<float>& scores, int32_t k, const std::string& kind) {
+  Parts team;
+  for (const float score : scores) team.keys.push_back(std::bit_cast<uint32_t>(score));
+  const Cut cut = find_cut(team, k, k);
+  if (team.passes > 4) fail("more than four passes", kind, scores.size(), k);
+  Ids ids(static_cast<size_t>(k), -1);
+  for (size_t part = 0; part < Parts::kParts; ++part) {
+    Places places = team.before[part].of(cut).places(cut);
+    for (size_t i = part * team.part(); i < std::min((part + 1) * team.part(), scores.size()); ++i) {
+      const int32_t place = places.take(Alone(), team.keys[i] > cut.key, team.keys[i] == cut.key);
+      if (place >= 0) ids.at(place) = static_cast<int32_t>(i);
+    }
+  }
+  if (ids != sorted(scores, k)) fail("a row in parts", kind, scores.size(), k);
 }
 
 // As stream_blocks does: `room` places, cut back when no step of `step` neighbours fits any more.
@@ -175,6 +230,7 @@ int main() {
       for (const Kind& kind : kKinds) {
         const auto scores = row(kind, n, random);
         check_row(scores, k, kind.name);
+        check_parts(scores, k, kind.name);
         if (k > 512) continue;
         check_stream(scores, k, 32, kind.name);
         check_stream(scores, k, 16, kind.name);

@@ -1,7 +1,16 @@
 // Which sizes can be selected from, and by which method: see select.h.
 #include "qsa/select.h"
 
+#include <algorithm>
+
 namespace jaxcp::qsa {
+
+int multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return std::max(count, 1);
+}
 
 const char* problem(const SelectParams& p) {
   if (p.heads < 1 || p.heads > kMaxIndexHeads) return "index heads must be 1 ... 8";
@@ -30,8 +39,10 @@ cudaError_t launch_select(const SelectParams& p, cudaStream_t stream) {
 }
 
 cudaError_t load_select() {
-  const cudaError_t error = load_stored();
-  return error == cudaSuccess ? load_streaming() : error;
+  for (const auto load : {load_stored, load_top_blocks, load_streaming}) {
+    if (const cudaError_t error = load(); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace jaxcp::qsa

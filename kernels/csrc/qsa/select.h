@@ -25,14 +25,17 @@
 //   memory: 64 rows x 8 KiB = 512 KiB a block, at most 160 blocks: 80 MiB, whatever the context
 //
 // Stored scores (select_stored.cu), for decode and other small products, k > 512 or more than 4 heads. One kernel
-// writes the scores, keys split over blocks so that every SM reads its share of them once. Then one block per row finds
-// the cut: the greatest keys of 2048 or 4096 groups bound it from below (k groups reach the k-th greatest of them), so
-// that histograms of 2048 bins over the range that can still hold it count little more than k keys, at most three
-// times; a prefix count gives the ids. Nothing is binned by value alone and nothing is dropped: bounded passes over the
-// row, whatever it holds.
+// writes the scores, keys split over blocks so that every SM reads its share of them once. Another one selects
+// (select_top.cu): the greatest keys of groups bound the cut from below (k groups reach the k-th greatest of them), so
+// that histograms over the range that can still hold it count few keys, and a prefix count gives the ids. Nothing is
+// binned by value alone and nothing is dropped: bounded passes over the row, whatever it holds.
 //
-//   1 row of 32768 blocks: 8.4 MB of keys; 16.7 us, of which 13.5 are the selection, by one block
-//   32 rows: 268 MB, 62 us at 4.3 TB/s; 103 us
+//   a block per row: 2048 or 4096 groups, bins and so little more than k keys to count, at most three times
+//   a cluster of eight blocks per row, for a few long rows, where one block's time is instructions of its processor:
+//     1024 groups for k = 512 and the row's upper fifth in 256 bins, few so that every block can send its own to all;
+//     two such passes for random scores, at most four, the keys in registers up to 65536
+//   1 row of 32768 blocks: 8.4 MB of keys; by one block 16.7 us, of which 13.5 are the selection
+//   32 rows: 268 MB, 62 us at 4.3 TB/s; by one block each 103 us
 //   memory: rows x blocks x 4 bytes in one go up to 64 MiB, else row tiles of that (256 rows at 65536 blocks)
 //
 // A score is the float32 sum of exact products, so scores may differ from XLA's in the last place where sums round; the
@@ -95,6 +98,9 @@ cudaError_t launch_top_blocks(const ScoredRows& r, cudaStream_t stream);
 // Loads every kernel on the current device and allows it its shared memory.
 cudaError_t load_select();
 cudaError_t load_stored();
+cudaError_t load_top_blocks();
 cudaError_t load_streaming();
+
+int multiprocessors();  // of the current device
 
 }  // namespace jaxcp::qsa

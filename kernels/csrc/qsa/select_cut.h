@@ -1,6 +1,7 @@
 // The exact top k of a row: order of scores, search for the cut, places of what is kept. Written once for the GPU and
 // the host (tests/native/qsa_select_twin.cc). A team is what searches together: the lanes of a warp over a list of
-// candidates, the threads of a block over a row of scores (select_lanes.cuh), one thread on the host.
+// candidates, the threads of a block over a row of scores (select_lanes.cuh), those of a cluster of blocks over parts
+// of it (select_cluster.cuh), one thread on the host.
 //
 // A score is a sum of positive parts, so never negative nor -0, and its bits order as it does: they are its key. NaN,
 // of which there is one (0x7FFFFFFF, max.NaN's), is above infinity, as in XLA's sort.
@@ -59,6 +60,19 @@ struct Places {
     const int32_t place = next + warp.count_before(kept);
     next += bit_count(kept);
     return keep ? place : -1;
+  }
+};
+
+// Keys in the parts of a row that come before a part: above what a search has found so far, and inside of it.
+struct Before {
+  int32_t above = 0, inside = 0;
+
+  // The search goes on among the keys of one digit; `more` of the parts' keys have higher ones.
+  JAXCP_BOTH void narrow(int32_t more, int32_t still_inside) { above += more, inside = still_inside; }
+  // Once the search is over: above the cut, and equal to it.
+  JAXCP_BOTH Before of(const Cut& cut) const { return cut.ties > 0 ? *this : Before{above + inside, 0}; }
+  JAXCP_BOTH Places places(const Cut& cut) const {
+    return {above + (inside < cut.ties ? inside : cut.ties), cut.ties - inside};
   }
 };
 

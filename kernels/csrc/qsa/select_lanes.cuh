@@ -5,6 +5,10 @@
 
 namespace jaxcp::qsa {
 
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
 struct Warp {
   static constexpr uint32_t kAll = 0xFFFFFFFFu;
   uint32_t lane = threadIdx.x % 32;
@@ -65,7 +69,7 @@ struct Lanes {
     __syncwarp();
   }
   __device__ void count_if(bool condition, uint32_t digit) const {
-    const auto bin = static_cast<uint32_t>(__cvta_generic_to_shared(bins)) + 4 * digit;
+    const uint32_t bin = shared_address(bins) + 4 * digit;
     asm volatile(
         "{.reg .pred p; setp.ne.u32 p, %0, 0; @p red.shared.add.u32 [%1], 1;}" ::"r"(static_cast<uint32_t>(condition)),
         "r"(bin)
@@ -166,24 +170,46 @@ struct InRegisters {
   }
 };
 
+// Threads of a block and what they pass each other.
+template <int kThreads>
+struct Threads {
+  static constexpr int kWarps = kThreads / 32;
+  static_assert(kWarps <= 32);
+
+  struct Sums {
+    uint32_t first[kWarps], second[kWarps];
+  };
+
+  Warp warp;
+  int thread = static_cast<int>(threadIdx.x);
+
+  // Sum of what the warps before this one have left in `sums`.
+  __device__ int32_t before_warp(const uint32_t* sums) const {
+    const bool before = static_cast<int>(warp.lane) < thread / 32;
+    return warp.sum(before ? static_cast<int32_t>(sums[warp.lane]) : 0);
+  }
+};
+
 // A block over the keys of a row, which are with its threads as `Keys` says.
 template <int kThreads, class Keys>
-struct Block {
-  static constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
-  static constexpr int kWarps = kThreads / 32, kMine = kDigits / kThreads;
+struct Block : Threads<kThreads> {
+  using Base = Threads<kThreads>;
+  using Base::kWarps, Base::thread, Base::warp;
+  static constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits, kMine = kDigits / kThreads;
   static constexpr int kGroups = 4 * kThreads;
-  static_assert(kWarps <= 32 && kMine * kThreads == kDigits);
+  static_assert(kMine * kThreads == kDigits);
 
   struct Shared {
     alignas(16) uint32_t bins[kDigits];
-    uint32_t first[kWarps], second[kWarps];
+    typename Base::Sums sums;
     Found found;
   };
 
   Shared& shared;
   const Keys& keys;
-  Warp warp;
-  int thread = static_cast<int>(threadIdx.x);
+  Before before;  // nothing is: the block has the row alone
+
+  __device__ Block(Shared& shared, const Keys& keys) : shared(shared), keys(keys) {}
 
   template <class F>
   __device__ void each(F f) const {
@@ -209,11 +235,11 @@ struct Block {
   }
   __device__ void extremes(uint32_t& least, uint32_t& most) {
     least = warp.min(least), most = warp.max(most);
-    if (warp.lane == 0) shared.first[thread / 32] = least, shared.second[thread / 32] = most;
+    if (warp.lane == 0) shared.sums.first[thread / 32] = least, shared.sums.second[thread / 32] = most;
     __syncthreads();
     const bool mine = warp.lane < kWarps;
-    least = warp.min(mine ? shared.first[warp.lane] : 0xFFFFFFFFu);
-    most = warp.max(mine ? shared.second[warp.lane] : 0u);
+    least = warp.min(mine ? shared.sums.first[warp.lane] : 0xFFFFFFFFu);
+    most = warp.max(mine ? shared.sums.second[warp.lane] : 0u);
   }
 
   __device__ void clear_bins() {
@@ -230,23 +256,13 @@ struct Block {
     int32_t mine = 0;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) mine += shared.bins[top - i];
-    const int32_t above = sum_before(mine, shared.first);
+    const int32_t upto = warp.sum_upto(mine);
+    if (warp.lane == 31) shared.sums.first[thread / 32] = upto;
+    __syncthreads();
+    const int32_t above = upto - mine + this->before_warp(shared.sums.first);
     if (above < wanted && wanted <= above + mine) shared.found = find_among<kMine>(shared.bins, top, above, wanted);
     __syncthreads();
     return shared.found;
-  }
-
-  // Sum of x over the threads before this one.
-  __device__ int32_t sum_before(int32_t x, uint32_t* sums) {
-    const int32_t upto = warp.sum_upto(x);
-    if (warp.lane == 31) sums[thread / 32] = upto;
-    __syncthreads();
-    return upto - x + before_warp(sums);
-  }
-  // Sum of what the warps before this one have left in `sums`.
-  __device__ int32_t before_warp(const uint32_t* sums) const {
-    const bool before = static_cast<int>(warp.lane) < thread / 32;
-    return warp.sum(before ? static_cast<int32_t>(sums[warp.lane]) : 0);
   }
 };
 

@@ -67,17 +67,6 @@ cudaError_t each_shape(F f) {
   return cudaSuccess;
 }
 
-inline int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return std::max(count, 1);
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 // Stages of shared memory between the producer and the warps that read them; all count the tiles that went through.
 struct Stages {
   uint64_t full[kStages], empty[kStages];
