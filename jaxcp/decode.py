@@ -201,7 +201,7 @@ class _Step:
         """The new tokens' rows as a later step will read them."""
 
         def cached(x):
-            return storage.decode(storage.encode(x, cache.config.dtype))
+            return storage.as_stored(x, cache.config.dtype)
 
         return cached(self.k), None if self.v is None else cached(self.v)
 

@@ -49,3 +49,11 @@ def encode(x: Array, dtype: np.dtype) -> Array:
 def decode(stored: Array) -> Array:
     """The values of stored rows, in the cache's dtype."""
     return lax.bitcast_convert_type(stored, E4M3) if stored.dtype == jnp.uint8 else stored
+
+
+def as_stored(x: Array, dtype: np.dtype) -> Array:
+    """`x` with the values that a cache of `dtype` gives back, in `dtype`.
+
+    The barrier keeps XLA:GPU from dropping a narrowing conversion that is widened again (xla_allow_excess_precision).
+    """
+    return decode(lax.optimization_barrier(encode(x, dtype)))

@@ -129,7 +129,7 @@ def _selected(select: Callable, index_q: Array, cache: Cache, layer: Array, quer
     if blocks <= k:
         return all_visible(quotient(queries.rows.position + 1, config.ratio), k)
     if cache.index_dtype != cache.dtype:
-        index_q = storage.decode(storage.encode(index_q, cache.index_dtype)).astype(cache.dtype)
+        index_q = storage.as_stored(index_q, cache.index_dtype).astype(cache.dtype)
     return select(index_q, cache, layer, queries, config, blocks, k)
 
 

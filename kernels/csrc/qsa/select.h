@@ -34,8 +34,8 @@
 //   a cluster of eight blocks per row, for a few long rows, where one block's time is instructions of its processor:
 //     1024 groups for k = 512 and the row's upper fifth in 256 bins, few so that every block can send its own to all;
 //     two such passes for random scores, at most four, the keys in registers up to 65536
-//   1 row of 32768 blocks: 8.4 MB of keys; by one block 16.7 us, of which 13.5 are the selection
-//   32 rows: 268 MB, 62 us at 4.3 TB/s; by one block each 103 us
+//   1 row of 32768 blocks: 8.4 MB of keys; 10.3 us, of which 6.2 are the selection (by one block 13.6)
+//   32 rows: 268 MB, 62 us at 4.3 TB/s; 92 us, of which 10.3 are the selection (by one block each 14.6)
 //   memory: rows x blocks x 4 bytes in one go up to 64 MiB, else row tiles of that (256 rows at 65536 blocks)
 //
 // A score is the float32 sum of exact products, so scores may differ from XLA's in the last place where sums round; the

@@ -7,8 +7,8 @@
 namespace jaxcp::qsa {
 namespace {
 
-constexpr int kClusterBlocks = 8;  // blocks of a cluster
-constexpr int kShortRow = 4096;    // up to here a cluster gains nothing: an estimate
+constexpr int kClusterBlocks = 8;                    // blocks of a cluster
+constexpr int kShortRow = 4096, kShortPerRow = 512;  // up to here a cluster gains nothing; by rows (H200)
 constexpr int32_t kAny = 0x7FFFFFFF;
 
 struct Kernel {
@@ -47,7 +47,7 @@ const Kernel& kernel_for(int32_t rows, int32_t blocks) {
   const int sms = multiprocessors();
   Kernels kernels = kManyRows;
   if (rows <= 2 * sms) kernels = kFewRows;
-  if (rows <= sms / 2 && blocks > kShortRow) kernels = kFewLongRows;
+  if (rows <= sms / 2 && blocks > std::max(kShortRow, kShortPerRow * rows)) kernels = kFewLongRows;
   return *std::ranges::find_if(kernels, [&](const Kernel& kernel) { return blocks <= kernel.longest; });
 }
 
