@@ -1,10 +1,10 @@
 // The integers of kernels/csrc/qsa/store_plan.h against a request's tokens one after another; plain C++.
-#include "qsa/store_plan.h"
-
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <vector>
+
+#include "qsa/store_plan.h"
 
 using namespace jaxcp::qsa;
 

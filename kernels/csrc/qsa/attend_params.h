@@ -30,8 +30,8 @@
 // (`tile_rows` = 1, no lists: a row's ids are its list), and each list is cut into `splits` parts, whose partials a
 // last kernel merges in order. Results do not depend on timing: no atomics on data, a fixed order of sums.
 //
-// MEASURED on an H200: 7.7 TB/s gathered where rows share nothing, 7 % from the gather alone. Where they share all, MMAs,
-// softmax and copies are not hidden behind each other as well as they could be (kernels/README.md).
+// MEASURED on an H200: 7.7 TB/s gathered where rows share nothing, 7 % from the gather alone. Where they share all,
+// MMAs, softmax and copies are not hidden behind each other as well as they could be (kernels/README.md).
 //
 // PRODUCTS. A layer gives its products instead of queries. Queries are normed and rotated as an item begins, or, for
 // attend_wgmma.cu, by a kernel of their own for a slice of rows (heads.h); results are multiplied by the sigmoids of
@@ -44,12 +44,7 @@
 #include <cstdint>
 
 #include "angles.h"
-
-#ifdef __CUDACC__
-#define JAXCP_BOTH __host__ __device__ __forceinline__
-#else
-#define JAXCP_BOTH inline
-#endif
+#include "both.h"
 
 namespace jaxcp::qsa {
 

@@ -80,7 +80,7 @@ __device__ void compress(const StoreIndexParams& p, const Run& run, int32_t bloc
   const int32_t per_page = p.at.page_size / p.ratio;
   const int64_t place = exists ? place_in(p.at, per_page, run.request, block) : -1;
   H mean{};
-#pragma unroll 2
+#pragma unroll 4
   for (int32_t member = 0; member < p.ratio; ++member) {
     const int32_t position = block * p.ratio + member, row = run.row_of(position);
     const Bf16* key = row < 0 ? older(position) : raw_key(p, row);
@@ -173,7 +173,7 @@ __device__ void store_blocks(const StoreIndexParams& p, int64_t warp) {
 }
 
 template <int DIM>
-__global__ __launch_bounds__(kThreads) void store_index(const __grid_constant__ StoreIndexParams p) {
+__global__ __launch_bounds__(kThreads, 4) void store_index(const __grid_constant__ StoreIndexParams p) {
   const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (warp < p.segments) return store_request<DIM>(p, static_cast<int32_t>(warp));
   store_blocks<DIM>(p, warp - p.segments);

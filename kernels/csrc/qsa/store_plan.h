@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define JAXCP_BOTH __host__ __device__ __forceinline__
-#else
-#define JAXCP_BOTH inline
-#endif
+#include "both.h"
 
 namespace jaxcp::qsa {
 
