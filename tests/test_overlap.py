@@ -59,6 +59,26 @@ def test_report_of_a_schedule():
     ]
 
 
+def test_readers_of_an_element_of_a_tuple():
+    """What jax 0.11 leaves of an optimization barrier."""
+    hlo = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (p: f32[4]) -> f32[8] {
+  %p = f32[4]{0} parameter(0)
+  %other = f32[4]{0} fusion(%p), kind=kLoop, calls=%a
+  %gathered = f32[8]{0} all-gather(%p), dimensions={0}
+  %both = (f32[4]{0}, f32[8]{0}) tuple(%other, %gathered)
+  %again = (f32[4]{0}, f32[8]{0}) opt-barrier(%both)
+  %first = f32[4]{0} get-tuple-element(%again), index=0
+  %second = f32[8]{0} get-tuple-element(%again), index=1
+  %apart = f32[4]{0} fusion(%first), kind=kLoop, calls=%b
+  ROOT %reader = f32[8]{0} fusion(%second, %apart), kind=kLoop, calls=%c
+}
+"""
+    [gather] = overlap.report(hlo).collectives
+    assert [o.name for o in gather.consumers] == ["reader"]
+
+
 def test_a_loop_of_unknown_length():
     unknown = HLO.replace(', backend_config={"known_trip_count":{"n":"12"}}', "")
     assert overlap.report(unknown).collectives[0].times is None

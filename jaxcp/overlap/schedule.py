@@ -131,13 +131,22 @@ def _collective(computation: str, instructions: list[Instruction], at: int, time
 
 def _readers(instructions: list[Instruction], at: int):
     """The operations that read instruction `at`, directly or through a view of it."""
-    names = {instructions[at].operation.name}
+    held: dict[str, set[int] | None] = {instructions[at].operation.name: None}  # None: it; else a tuple's elements
     for instruction in instructions[at + 1 :]:
-        if names.intersection(instruction.operands):
-            if instruction.costs:
-                yield instruction.operation
-            else:
-                names.add(instruction.operation.name)
+        name, kind = instruction.operation.name, instruction.operation.kind
+        read = [operand for operand in instruction.operands if operand in held]
+        if not read:
+            continue
+        if instruction.costs:
+            yield instruction.operation
+        elif kind == "tuple":
+            held[name] = {i for i, operand in enumerate(instruction.operands) if operand in held}
+        elif kind == "get-tuple-element" and (elements := held[read[0]]) is not None:
+            index = re.search(r"index=(\d+)", instruction.text)
+            if index is None or int(index[1]) in elements:
+                held[name] = None
+        else:
+            held[name] = held[read[0]]
 
 
 def _summary(operations: tuple[Operation, ...]) -> str:

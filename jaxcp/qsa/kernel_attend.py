@@ -1,8 +1,9 @@
 """Sparse attention by the CUDA kernels of kernels/csrc/qsa (attend_params.h says how they work).
 
 There is no dense kernel for short contexts: where little more than the budget is visible, a tile's union is everything
-visible. On an H200, 2048 rows over 8192 keys take 0.35 ms if rows share their selections and 0.72 if they share nothing;
-cuDNN's dense attention takes 0.55 ms without a mask and 1.51 with the selection as its bias (benchmarks/qsa_h200.json).
+visible. On an H200, 2048 rows over 8192 keys take 0.35 ms if rows share their selections and 0.72 ms if they share
+nothing; cuDNN's dense attention takes 0.55 ms without a mask and 1.51 ms with the selection as its bias
+(benchmarks/qsa_h200.json).
 """
 
 import math
