@@ -11,7 +11,7 @@ import pytest
 from native_programs import CSRC, NATIVE
 
 from jaxcp import errors, qsa
-from jaxcp.qsa import resolve
+from jaxcp.qsa import kernel_attend, mixing, resolve
 from jaxcp.qsa.operations import PREPARE, WRITE_INDEX, WRITE_KV, operations
 
 FLASH = qsa.QSAConfig.flash_next()
@@ -61,6 +61,15 @@ def test_one_name_is_for_all_operations():
         operations("cuda", FLASH, cache)
     with pytest.raises(ValueError, match="implementation"):
         operations("pallas", FLASH, cache)
+
+
+def test_attention_takes_rotated_queries_where_it_cannot_rotate():
+    config = dataclasses.replace(FLASH, rotary_dim=24, mrope_section=(4, 4, 4))
+    with resolve.lowering_for("gpu"):
+        own, other = (operations("auto", c, cache_of(c)) for c in (FLASH, config))
+    assert own.attended is kernel_attend.attended_cuda
+    assert (other.attended.func, other.attended.keywords) == (mixing.attended, {"attend": kernel_attend.attend_cuda})
+    assert other.prepare is PREPARE["xla"].run
 
 
 PROGRAM = """

@@ -7,6 +7,7 @@ nothing; cuDNN's dense attention takes 0.55 ms without a mask and 1.51 ms with t
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,8 @@ from jaxcp.storage import E4M3
 
 ATTEND, MIX = "jaxcp_qsa_attend", "jaxcp_qsa_mix"
 HEAD_DIMS = (64, 128, 256)
+ROTARY_UNIT = 16
+"""A multiple of it can be rotated by the kernels (heads.h)."""
 TILE_HEADS, TILE_ROWS, CHUNK, MOST_SPLITS = 64, 8, 64, 64
 """Limits of the kernels: MMA rows and query rows of a tile, tokens per step, parts of a list (attend_params.h)."""
 MOST_SLOTS, MOST_UNITS = 1 << 24, 1 << 32
@@ -134,6 +137,11 @@ def attend_cuda(
     keys = _keys(blocks, cache, layer, queries)
     o, lse, _ = library.call(ATTEND, results, q, *keys, attributes=_attributes(work, config))
     return Partial(o, lse, LogBase.TWO)
+
+
+def attended_for(config: QSAConfig) -> Callable | None:
+    """`attended_cuda` where it can rotate the queries; None: XLA makes them, for `attend_cuda`."""
+    return attended_cuda if config.rotary_dim % ROTARY_UNIT == 0 else None
 
 
 def attended_cuda(

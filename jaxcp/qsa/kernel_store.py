@@ -11,15 +11,13 @@ from jaxcp.qsa import library
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.config import QSAConfig
 from jaxcp.qsa.indexing import quotient, remainder, take
+from jaxcp.qsa.kernel_attend import HEAD_DIMS, ROTARY_UNIT
 from jaxcp.qsa.layer import Products, Projected
 from jaxcp.qsa.params import Params
 from jaxcp.qsa.rope import Table, table
 from jaxcp.qsa.segments import Segments
 
 PREPARE, STORE_KV, STORE_INDEX = "jaxcp_qsa_prepare", "jaxcp_qsa_store_kv", "jaxcp_qsa_store_index"
-DIMS = (64, 128, 256)
-UNIT = 8
-"""Features that a lane holds: rotary pairs come in whole units."""
 MOST_RATIO = 32
 
 
@@ -30,10 +28,10 @@ def blocker(config: QSAConfig, cache: Cache, platform: str) -> str | None:
     if cache.dtype != jnp.bfloat16:
         return f"its dtype is bfloat16, not {cache.dtype}"
     for name in ("head_dim", "index_dim"):
-        if getattr(config, name) not in DIMS:
-            return f"{name} = {getattr(config, name)} is not one of {', '.join(map(str, DIMS))}"
-    if config.rotary_dim % (2 * UNIT):
-        return f"rotary_dim = {config.rotary_dim} is not a multiple of {2 * UNIT}"
+        if getattr(config, name) not in HEAD_DIMS:
+            return f"{name} = {getattr(config, name)} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if config.rotary_dim % ROTARY_UNIT:
+        return f"rotary_dim = {config.rotary_dim} is not a multiple of {ROTARY_UNIT}"
     if config.ratio > MOST_RATIO:
         return f"ratio = {config.ratio} exceeds its {MOST_RATIO}"
     return None

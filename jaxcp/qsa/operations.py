@@ -69,5 +69,5 @@ def operations(implementation: str, config: QSAConfig, cache: Cache) -> Operatio
         write_index=chosen("the index of the cache", WRITE_INDEX).run,
         write_kv=chosen("K and V of the cache", WRITE_KV).run,
         select=chosen("selection", SELECT).run,
-        attended=attention.attended or bind(mixing.attended, attend=attention.run),
+        attended=attention.attended(config) or bind(mixing.attended, attend=attention.run),
     )

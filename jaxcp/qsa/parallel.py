@@ -68,7 +68,7 @@ def mix(
     do = operations(implementation, config, cache)
     angles = table(config, view.own_rope, accumulation_dtype(of.k.dtype))
     projected = do.prepare(params, of, angles)
-    own = varying.axes(of.q_gate, cache.k)  # kernels' results are taken for the same on all ranks unless one says so
+    own = varying.axes(of.q_gate, cache.k)  # what no operand of an operation says, e.g. where all blocks are selected
     cache = count_dropped(cache, view.rows, view.segments)
     pack, write = index_keys.WAYS[compressed]
     sent = pack(params, cache, projected.index_k, view), packed_kv(cache, projected)

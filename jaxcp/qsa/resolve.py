@@ -1,7 +1,7 @@
 """Which implementation of an operation serves a cache, and which one "auto" takes.
 
-Every operation has a table (`jaxcp.qsa.operations`): name -> `Implementation`, the best first. A blocker looks at host
-facts only and says why an implementation cannot serve here. Nothing falls back after this point.
+Every operation has a table (`jaxcp.qsa.operations` brings them together): name -> `Implementation`, the best first. A
+blocker looks at host facts only and says why an implementation cannot serve here. Nothing falls back after this point.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ class Implementation(NamedTuple):
     Attributes:
       run: the function; all of a table have one signature.
       blocker: (config, cache, platform) -> why it cannot serve, or None.
-      attended: of sparse attention that takes a layer's products and gates its results itself: what to call instead of
-        `mixing.attended` around `run`.
+      attended: of sparse attention: config -> what takes a layer's products and gates its results itself, to call
+        instead of `mixing.attended` around `run`; None where there is no such thing.
     """
 
     run: Callable
     blocker: Callable[[QSAConfig, Cache, str], str | None] = lambda config, cache, platform: None
-    attended: Callable | None = None
+    attended: Callable[[QSAConfig], Callable | None] = lambda config: None
 
 
 def resolve(

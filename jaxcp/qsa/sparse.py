@@ -86,7 +86,7 @@ def attend_xla(
 
 
 ATTEND = {
-    "cuda": Implementation(kernel_attend.attend_cuda, kernel_attend.blocker, kernel_attend.attended_cuda),
+    "cuda": Implementation(kernel_attend.attend_cuda, kernel_attend.blocker, kernel_attend.attended_for),
     "xla": Implementation(attend_xla),
 }
 """Implementations of sparse attention by name, the best first; each has the signature of `attend_xla`."""

@@ -6,8 +6,8 @@
 // tokens gives (0, -inf).
 //
 // COST of flash_next (24 heads on 2, dim 256) at 8192 rows and 2051 tokens a row:
-//   gathered per row: 8192 * 2051 * 2 KiB = 34 GB; L2 delivers some 8 TB/s (30 clocks per token and KV head and
-//   SM): 4.3 ms arithmetic:       8192 * 2051 * 24 * 1 KiB = 413 GFLOP; 0.52 ms at 790 TFLOP/s
+//   * gathered per row, 8192 * 2051 * 2 KiB = 34 GB: 4.3 ms at some 8 TB/s of L2 (30 clocks a token, KV head and SM)
+//   * arithmetic, 8192 * 2051 * 24 * 1 KiB = 413 GFLOP: 0.52 ms at 790 TFLOP/s
 // So a row at a time is bound by the gather, and rows must share it. One KV head serves 12 query heads: 5 rows fill 60
 // of the 64 rows of a Hopper warpgroup MMA, and what they gather once is the union of their selections.
 //
@@ -30,12 +30,13 @@
 // (`tile_rows` = 1, no lists: a row's ids are its list), and each list is cut into `splits` parts, whose partials a
 // last kernel merges in order. Results do not depend on timing: no atomics on data, a fixed order of sums.
 //
-// MEASURED on an H200: 7.7 TB/s gathered where rows share nothing, 7 % from the gather alone. Where they share all,
+// MEASURED on an H200: 7.7 TB/s gathered where rows share nothing, of some 8 without MMAs. Where they share all,
 // MMAs, softmax and copies are not hidden behind each other as well as they could be (kernels/README.md).
 //
 // PRODUCTS. A layer gives its products instead of queries. Queries are normed and rotated as an item begins, or, for
 // attend_wgmma.cu, by a kernel of their own for a slice of rows (heads.h); results are multiplied by the sigmoids of
-// their gates as they are written. So neither all queries nor ungated results ever exist in memory.
+// their gates as they are written. So no more than a slice's queries exist in memory, and ungated results only as
+// parts.
 //
 // A NaN or infinity in K or V of a token that a row attends to may reach the other rows of its tile; one in a token
 // that no row of the tile attends to reaches none.

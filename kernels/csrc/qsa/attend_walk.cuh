@@ -125,9 +125,10 @@ __device__ __forceinline__ void gather(uint32_t tile, int first, const Bf16* hea
   }
 }
 
-// First element of a KV head in a layer of `pool`.
+// First element of a KV head in a layer of `pool`; of the nearest one if there is no such layer.
 __device__ __forceinline__ const Bf16* head_of(const AttendParams& p, const void* pool, int head) {
-  const int64_t tokens = p.pages * p.page_size * __ldg(p.layer);
+  const int64_t layer = max(int64_t{0}, min(int64_t{__ldg(p.layer)}, p.layers - 1));
+  const int64_t tokens = p.pages * p.page_size * layer;
   return static_cast<const Bf16*>(pool) + (tokens * p.kv_heads + head) * p.dim;
 }
 

@@ -1,8 +1,6 @@
 // Writes into the paged cache; see store.h.
 #include <cuda_fp8.h>
 
-#include <algorithm>
-
 #include "head.cuh"
 #include "store.h"
 
@@ -12,13 +10,16 @@ namespace {
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;  // of a launch
 
+// A layer that is not there is written nowhere, like a row that has no place.
+__device__ bool has_layer(const Pages& at) { return __ldg(at.layer) >= 0 && __ldg(at.layer) < at.layers; }
+
 __device__ int64_t place_in(const Pages& at, int32_t per_page, int32_t request, int32_t position) {
   return place_of(at.table, at.requests, at.width, at.pages, per_page, request, position);
 }
 
 __global__ __launch_bounds__(kThreads) void store_kv(const __grid_constant__ StoreKvParams p) {
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  if (row >= p.rows) return;
+  if (row >= p.rows || !has_layer(p.at)) return;
   const int64_t place = place_in(p.at, p.at.page_size, p.request[row], p.position[row]);
   if (place < 0) return;
   const int64_t to = (__ldg(p.at.layer) * p.at.pages * p.at.page_size + place) * p.row_bytes;
@@ -45,14 +46,17 @@ struct Ring {
 
   __device__ Ring(const StoreIndexParams& p, const Run& run)
       : dump(run.request < 0 || run.request >= p.at.requests || run.count <= 0) {
-    const int64_t slot = (__ldg(p.at.layer) * (p.at.requests + 1) + (dump ? 0 : run.request + 1)) * p.ring;
+    const int64_t row = __ldg(p.at.layer) * int64_t{p.at.requests + 1} + (dump ? 0 : run.request + 1);
+    const int64_t slot = row * p.ring;
     keys = static_cast<Bf16*>(p.ring_keys) + slot * p.dim;
     positions = reinterpret_cast<int4*>(p.ring_positions) + slot;
   }
 };
 
+// The row nearest to one that lengths on the device may put anywhere.
+__device__ int64_t there(const StoreIndexParams& p, int64_t row) { return max(int64_t{0}, min(row, p.rows - 1)); }
 __device__ const Bf16* raw_key(const StoreIndexParams& p, int64_t row) {
-  return static_cast<const Bf16*>(p.keys) + min(row, p.rows - 1) * p.dim;
+  return static_cast<const Bf16*>(p.keys) + there(p, row) * p.dim;
 }
 
 template <int DIM>
@@ -120,7 +124,7 @@ __device__ void store_request(const StoreIndexParams& p, int32_t segment) {
     const auto* from = reinterpret_cast<const uint4*>(raw_key(p, row)) + H::lane();
     reinterpret_cast<uint4*>(ring.keys + int64_t{slot} * DIM)[H::lane()] = __ldg(from);
     if (H::lane() == 0) {
-      const int64_t at = min(row, p.rows - 1);
+      const int64_t at = there(p, row);
       ring.positions[slot] = make_int4(position, p.rope[at], p.rope[p.rows + at], p.rope[2 * p.rows + at]);
     }
   }
@@ -175,6 +179,7 @@ __device__ void store_blocks(const StoreIndexParams& p, int64_t warp) {
 template <int DIM>
 __global__ __launch_bounds__(kThreads, 4) void store_index(const __grid_constant__ StoreIndexParams p) {
   const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (!has_layer(p.at)) return;
   if (warp < p.segments) return store_request<DIM>(p, static_cast<int32_t>(warp));
   store_blocks<DIM>(p, warp - p.segments);
 }
