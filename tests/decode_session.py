@@ -114,9 +114,7 @@ class Session:
         return q, k, v
 
     def as_stored(self, rows) -> np.ndarray:
-        return np.asarray(
-            storage.decode(storage.encode(jnp.asarray(rows, self.case.dtype), self.case.config.dtype)), np.float64
-        )
+        return np.asarray(storage.as_stored(jnp.asarray(rows, self.case.dtype), self.case.config.dtype), np.float64)
 
     def grow(self, k, v, counts) -> None:
         k, v = self.as_stored(k), self.as_stored(v)

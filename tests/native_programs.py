@@ -89,6 +89,18 @@ def machine_code(library: pathlib.Path, architecture: str, folder: pathlib.Path)
     return found
 
 
+def run_on_host(
+    source: str, tmp_path: pathlib.Path, *flags: str, folder: pathlib.Path = CSRC, timeout_s: float = 60
+) -> str:
+    """Output of a C++ program of tests/native, its headers taken from `folder`; skipped without a compiler."""
+    if not (cxx := shutil.which("g++") or shutil.which("c++")):
+        pytest.skip("no C++ compiler on PATH")
+    program = tmp_path / pathlib.Path(source).stem
+    command = [cxx, "-std=c++20", "-O1", "-Wall", "-Werror", *flags, "-I", str(folder), str(NATIVE / source)]
+    subprocess.run([*command, "-o", str(program)], check=True, timeout=120)
+    return run(program, timeout_s=timeout_s)
+
+
 def run(*command: str | os.PathLike, timeout_s: float, **environment: str) -> str:
     """What a program printed.
 

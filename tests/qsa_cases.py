@@ -79,6 +79,12 @@ def cache(config: qsa.QSAConfig, requests: Requests, page_size: int, dtype: str,
     return dataclasses.replace(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), empty), page_table=table)
 
 
+def cache_of(config: qsa.QSAConfig, **options) -> qsa.Cache:
+    """A cache of one request, as shapes; bfloat16 unless `options` of `qsa.init_cache` say otherwise."""
+    shape = lambda: qsa.init_cache(config, requests=1, pages=9, **({"dtype": "bfloat16"} | options))  # noqa: E731
+    return jax.eval_shape(shape)
+
+
 def serve_or_skip(implementation: resolve.Implementation, config: qsa.QSAConfig, cache: qsa.Cache) -> Callable:
     """The implementation's function; the test is skipped, in the blocker's words, if it cannot serve."""
     if why := implementation.blocker(config, cache, resolve.platform()):

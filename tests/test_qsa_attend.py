@@ -3,15 +3,13 @@
 import dataclasses
 import itertools
 import re
-import shutil
-import subprocess
 
 import deviceless
 import jax
 import native_programs
 import pytest
 import qsa_attention_cases as attention
-from native_programs import CSRC, NATIVE
+from qsa_cases import cache_of
 from test_kernel_binary import disassembled, resources
 
 from jaxcp import errors, qsa
@@ -22,18 +20,8 @@ from jaxcp.qsa.sparse import ATTEND
 FLASH = qsa.QSAConfig.flash_next()
 
 
-def cache_of(config, **options):
-    shape = lambda: qsa.init_cache(config, requests=1, pages=9, **({"dtype": "bfloat16"} | options))  # noqa: E731
-    return jax.eval_shape(shape)
-
-
 def test_lists_of_tiles(tmp_path):
-    if not (compiler := shutil.which("g++") or shutil.which("c++")):
-        pytest.skip("no C++ compiler on PATH")
-    program, source = tmp_path / "tile_test", str(NATIVE / "qsa_attend_tile_test.cc")
-    flags = ["-std=c++20", "-O1", "-Wall", "-Werror", "-I", str(CSRC)]
-    subprocess.run([compiler, *flags, source, "-o", str(program)], check=True, timeout=120)
-    assert native_programs.run(program, timeout_s=60) == "ok\n"
+    assert native_programs.run_on_host("qsa_attend_tile_test.cc", tmp_path) == "ok\n"
 
 
 class TestPlan:
@@ -113,7 +101,7 @@ class TestBlockers:
             pytest.skip("the default backend is a GPU")
         cache = cache_of(FLASH)
         assert "platform cpu" in resolve.blockers_of(ATTEND, FLASH, cache)["cuda"]
-        assert resolve.resolve("sparse attention", ATTEND, "auto", FLASH, cache) is ATTEND["xla"].run
+        assert resolve.resolve("sparse attention", ATTEND, "auto", FLASH, cache) is ATTEND["xla"]
         with pytest.raises(errors.BackendError, match=r"'cuda' cannot compute sparse attention: .* Usable here: xla"):
             resolve.resolve("sparse attention", ATTEND, "cuda", FLASH, cache)
         with pytest.raises(ValueError, match="implementation"):

@@ -3,13 +3,13 @@
 import dataclasses
 import re
 import shutil
-import subprocess
 
 import deviceless
 import jax
 import native_programs
 import pytest
-from native_programs import CSRC, NATIVE
+from native_programs import CSRC
+from qsa_cases import cache_of
 from test_kernel_binary import disassembled, resources
 
 from jaxcp import errors, qsa
@@ -20,23 +20,13 @@ from jaxcp.qsa.selection import SELECT
 FLASH = qsa.QSAConfig.flash_next()
 
 
-def cache_of(config, **options):
-    shape = lambda: qsa.init_cache(config, requests=1, pages=9, **({"dtype": "bfloat16"} | options))  # noqa: E731
-    return jax.eval_shape(shape)
-
-
-def twin(folder, tmp_path):
-    """Output of the selection's core on the host, its headers taken from `folder`."""
-    if not (compiler := shutil.which("g++") or shutil.which("c++")):
-        pytest.skip("no C++ compiler on PATH")
-    program, source = tmp_path / "twin", str(NATIVE / "qsa_select_twin.cc")
-    flags = ["-std=c++20", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-I", str(folder)]
-    subprocess.run([compiler, *flags, source, "-o", str(program)], check=True, timeout=120)
-    return native_programs.run(program, timeout_s=120)
+def twin(tmp_path, **options):
+    """Output of the selection's core on the host."""
+    return native_programs.run_on_host("qsa_select_twin.cc", tmp_path, "-Wno-unknown-pragmas", timeout_s=120, **options)
 
 
 def test_the_core_selects_as_a_stable_sort_does(tmp_path):
-    assert twin(CSRC, tmp_path) == "ok\n"
+    assert twin(tmp_path) == "ok\n"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +47,7 @@ def test_the_twin_notices_a_broken_rule(rule, broken, tmp_path):
     assert rule in text
     header.write_text(text.replace(rule, broken))
     with pytest.raises(AssertionError, match="returned"):
-        twin(tmp_path, tmp_path)
+        twin(tmp_path, folder=tmp_path)
 
 
 class TestPlan:
@@ -119,7 +109,7 @@ class TestBlockers:
             pytest.skip("the default backend is a GPU")
         cache = cache_of(FLASH)
         assert "platform cpu" in resolve.blockers_of(SELECT, FLASH, cache)["cuda"]
-        assert resolve.resolve("selection", SELECT, "auto", FLASH, cache) is SELECT["xla"].run
+        assert resolve.resolve("selection", SELECT, "auto", FLASH, cache) is SELECT["xla"]
         with pytest.raises(errors.BackendError, match=r"'cuda' cannot compute selection: .* Usable here: xla"):
             resolve.resolve("selection", SELECT, "cuda", FLASH, cache)
 
@@ -176,7 +166,7 @@ def stack(q, cache, segments):
         queries = Queries(segments, rows_of(segments, rows), tokens, rows)
         keys = cache.index.at[index, 1].set(7)  # what a layer writes before it selects
         cache = type(cache)(**(vars(cache) | {{"index": keys}}))
-        select = resolve.resolve("selection", SELECT, "auto", config, cache)
+        select = resolve.resolve("selection", SELECT, "auto", config, cache).run
         return cache, select(q, cache, index, queries, config)
     cache, ids = jax.lax.scan(layer, cache, (jnp.arange(layers, dtype=jnp.int32), q))
     return ids, cache

@@ -1,14 +1,12 @@
 """Norms, rotations and writes into the cache in CUDA, without a GPU: integers, blockers, compiled programs."""
 
 import dataclasses
-import shutil
-import subprocess
 
 import deviceless
 import jax
 import native_programs
 import pytest
-from native_programs import CSRC, NATIVE
+from qsa_cases import cache_of
 
 from jaxcp import errors, qsa
 from jaxcp.qsa import kernel_attend, mixing, resolve
@@ -18,18 +16,8 @@ FLASH = qsa.QSAConfig.flash_next()
 TABLES = {"prepare": PREPARE, "write_index": WRITE_INDEX, "write_kv": WRITE_KV}
 
 
-def cache_of(config, **options):
-    shape = lambda: qsa.init_cache(config, requests=1, pages=9, **({"dtype": "bfloat16"} | options))  # noqa: E731
-    return jax.eval_shape(shape)
-
-
 def test_blocks_slots_and_places(tmp_path):
-    if not (compiler := shutil.which("g++") or shutil.which("c++")):
-        pytest.skip("no C++ compiler on PATH")
-    program, source = tmp_path / "store_test", str(NATIVE / "qsa_store_test.cc")
-    flags = ["-std=c++20", "-O1", "-Wall", "-Werror", "-I", str(CSRC)]
-    subprocess.run([compiler, *flags, source, "-o", str(program)], check=True, timeout=120)
-    assert native_programs.run(program, timeout_s=60) == "ok\n"
+    assert native_programs.run_on_host("qsa_store_test.cc", tmp_path) == "ok\n"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jaxcp.qsa import kernel_store, layer, mixing, update
 from jaxcp.qsa.cache import Cache
 from jaxcp.qsa.config import QSAConfig
-from jaxcp.qsa.resolve import Implementation, entry
+from jaxcp.qsa.resolve import Implementation, resolve
 from jaxcp.qsa.selection import SELECT
 from jaxcp.qsa.sparse import ATTEND
 
@@ -61,7 +61,7 @@ def operations(implementation: str, config: QSAConfig, cache: Cache) -> Operatio
     """
 
     def chosen(operation: str, table: dict[str, Implementation]) -> Implementation:
-        return entry(operation, table, implementation, config, cache)
+        return resolve(operation, table, implementation, config, cache)
 
     attention = chosen("sparse attention", ATTEND)
     return Operations(

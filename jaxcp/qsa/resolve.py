@@ -38,13 +38,6 @@ class Implementation(NamedTuple):
 
 def resolve(
     operation: str, table: dict[str, Implementation], implementation: str, config: QSAConfig, cache: Cache
-) -> Callable:
-    """The function of that name, as `entry`."""
-    return entry(operation, table, implementation, config, cache).run
-
-
-def entry(
-    operation: str, table: dict[str, Implementation], implementation: str, config: QSAConfig, cache: Cache
 ) -> Implementation:
     """The implementation of that name; "auto" takes the first without a blocker, and logs once why.
 

@@ -7,22 +7,15 @@
 // attend:     q bf16 [rows, heads, dim] before these; results o like q, lse f32 [rows, heads], scratch i32 [words]
 // mix:        q_gate bf16 [rows, heads * 2 * dim], norm bf16 [dim], cos, sin f32 [rows, pairs] before these; results
 //             gated o bf16 [rows, heads * dim], scratch i32 [words]; another attribute: eps
-#include <string>
-
 #include "attend.h"
-#include "xla/ffi/api/ffi.h"
+#include "ffi.h"
 
 namespace jaxcp::qsa {
 namespace {
 
-namespace ffi = xla::ffi;
-using Ints = ffi::Buffer<ffi::S32>;
-using Halves = ffi::Buffer<ffi::BF16>;
-using Floats = ffi::Buffer<ffi::F32>;
+constexpr const char* kWhat = "sparse attention";
 
-ffi::Error invalid(const std::string& why) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jaxcp sparse attention: " + why);
-}
+ffi::Error invalid(const std::string& why) { return invalid_argument(kWhat, why); }
 
 // What both handlers are given.
 struct Given {
@@ -60,10 +53,7 @@ const char* take(const Given& given, int64_t rows, AttendParams& p) {
 ffi::Error launch(AttendParams& p, ffi::Result<Ints> scratch, cudaStream_t stream) {
   p.scratch = scratch->typed_data(), p.scratch_size = static_cast<int64_t>(scratch->element_count());
   if (const char* why = problem(p)) return invalid(why);
-  const cudaError_t error = launch_attend(p, stream);
-  return error == cudaSuccess
-             ? ffi::Error::Success()
-             : ffi::Error::Internal(std::string("jaxcp sparse attention: launch: ") + cudaGetErrorString(error));
+  return launched(kWhat, launch_attend(p, stream));
 }
 
 ffi::Error attend(cudaStream_t stream, Halves q, Ints blocks, Ints request, Ints position, Ints page_table, Halves k,

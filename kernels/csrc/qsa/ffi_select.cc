@@ -5,25 +5,19 @@
 // Results:    ids s32 [rows, k]; scratch u8 [bytes]
 // Attributes: ratio, blocks (bound of a row's visible ones), longest (bound of a request's neighbouring rows),
 //             method (0 stored scores, 1 streaming)
-#include <string>
-
+#include "qsa/ffi.h"
 #include "qsa/select.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxcp::qsa {
 namespace {
 
-namespace ffi = xla::ffi;
-using Int32s = ffi::Buffer<ffi::S32>;
+constexpr const char* kWhat = "QSA selection";
 
-ffi::Error invalid(const std::string& what) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jaxcp QSA selection: " + what);
-}
+ffi::Error invalid(const std::string& why) { return invalid_argument(kWhat, why); }
 
-ffi::Error select(cudaStream_t stream, ffi::Buffer<ffi::BF16> index_q, ffi::AnyBuffer pool, Int32s layer,
-                  Int32s page_table, Int32s request, Int32s position, ffi::Result<Int32s> ids,
-                  ffi::Result<ffi::Buffer<ffi::U8>> scratch, int64_t ratio, int64_t blocks, int64_t longest,
-                  int64_t method) {
+ffi::Error select(cudaStream_t stream, ffi::Buffer<ffi::BF16> index_q, ffi::AnyBuffer pool, Ints layer, Ints page_table,
+                  Ints request, Ints position, ffi::Result<Ints> ids, ffi::Result<ffi::Buffer<ffi::U8>> scratch,
+                  int64_t ratio, int64_t blocks, int64_t longest, int64_t method) {
   const auto q = index_q.dimensions(), keys = pool.dimensions(), table = page_table.dimensions(),
              out = ids->dimensions();
   if (q.size() != 3 || keys.size() != 4 || table.size() != 2 || out.size() != 2) return invalid("wrong ranks");
@@ -47,10 +41,7 @@ ffi::Error select(cudaStream_t stream, ffi::Buffer<ffi::BF16> index_q, ffi::AnyB
   p.ratio = narrow(ratio), p.blocks = narrow(blocks), p.longest = narrow(longest);
   p.e4m3 = e4m3, p.method = static_cast<Method>(method);
   if (const char* why = problem(p)) return invalid(why);
-  const cudaError_t error = launch_select(p, stream);
-  return error == cudaSuccess
-             ? ffi::Error::Success()
-             : ffi::Error::Internal(std::string("jaxcp QSA selection: launch: ") + cudaGetErrorString(error));
+  return launched(kWhat, launch_select(p, stream));
 }
 
 }  // namespace
@@ -61,11 +52,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcp_qsa_select, select,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<Int32s>()
-                                  .Arg<Int32s>()
-                                  .Arg<Int32s>()
-                                  .Arg<Int32s>()
-                                  .Ret<Int32s>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Ret<Ints>()
                                   .Ret<ffi::Buffer<ffi::U8>>()
                                   .Attr<int64_t>("ratio")
                                   .Attr<int64_t>("blocks")

@@ -2,24 +2,18 @@
 //
 // Operands:   scores f32 [..., rows, blocks], visible s32 [..., rows], zeros s32 [..., rows]
 // Result:     ids s32 [..., rows, k]
-#include <string>
-
 #include "device.h"
+#include "qsa/ffi.h"
 #include "qsa/select_flashinfer.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxcp::qsa {
 namespace {
 
-namespace ffi = xla::ffi;
-using Int32s = ffi::Buffer<ffi::S32>;
+constexpr const char* kWhat = "FlashInfer top-k";
 
-ffi::Error invalid(const std::string& what) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jaxcp FlashInfer top-k: " + what);
-}
+ffi::Error invalid(const std::string& why) { return invalid_argument(kWhat, why); }
 
-ffi::Error topk(cudaStream_t stream, ffi::Buffer<ffi::F32> scores, Int32s visible, Int32s zeros,
-                ffi::Result<Int32s> ids) {
+ffi::Error topk(cudaStream_t stream, ffi::Buffer<ffi::F32> scores, Ints visible, Ints zeros, ffi::Result<Ints> ids) {
   const auto in = scores.dimensions(), out = ids->dimensions();
   const size_t rows = visible.element_count();
   if (in.size() < 2 || out.size() != in.size() || zeros.element_count() != rows) return invalid("wrong ranks");
@@ -33,10 +27,7 @@ ffi::Error topk(cudaStream_t stream, ffi::Buffer<ffi::F32> scores, Int32s visibl
   const FlashInferRows r{scores.typed_data(),     visible.typed_data(),        zeros.typed_data(),
                          ids->typed_data(),       static_cast<uint32_t>(rows), static_cast<uint32_t>(blocks),
                          static_cast<uint32_t>(k)};
-  const cudaError_t error = launch_flashinfer_topk(r, stream);
-  return error == cudaSuccess
-             ? ffi::Error::Success()
-             : ffi::Error::Internal(std::string("jaxcp FlashInfer top-k: launch: ") + cudaGetErrorString(error));
+  return launched(kWhat, launch_flashinfer_topk(r, stream));
 }
 
 }  // namespace
@@ -46,9 +37,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcp_qsa_flashinfer_topk, topk,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<Int32s>()
-                                  .Arg<Int32s>()
-                                  .Ret<Int32s>(),
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Ret<Ints>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 // Loads every kernel on `device`.

@@ -12,31 +12,21 @@
 //              prefix, request; page_table; layer; index pool [layers, pages, page_size / ratio, index_dim], bf16 or
 //              e4m3 bits; rings' keys bf16 and positions i32 [layers, 1 + requests, ring, ...]; faults i32 [2]
 //              -> pool, rings' keys and positions, faults; attributes ratio, eps
-#include <string>
-
+#include "ffi.h"
 #include "store.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxcp::qsa {
 namespace {
 
-namespace ffi = xla::ffi;
-using Ints = ffi::Buffer<ffi::S32>;
-using Halves = ffi::Buffer<ffi::BF16>;
-using Floats = ffi::Buffer<ffi::F32>;
 using Any = ffi::AnyBuffer;
+constexpr const char* kWhat = "QSA cache";
 
-ffi::Error invalid(const std::string& why) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jaxcp QSA cache: " + why);
-}
+ffi::Error invalid(const std::string& why) { return invalid_argument(kWhat, why); }
 
 template <class Launch, class Params>
-ffi::Error launched(Launch launch, const Params& params, cudaStream_t stream) {
+ffi::Error run(Launch launch, const Params& params, cudaStream_t stream) {
   if (const char* why = problem(params)) return invalid(why);
-  const cudaError_t error = launch(params, stream);
-  return error == cudaSuccess
-             ? ffi::Error::Success()
-             : ffi::Error::Internal(std::string("jaxcp QSA cache: launch: ") + cudaGetErrorString(error));
+  return launched(kWhat, launch(params, stream));
 }
 
 int32_t narrow(int64_t x) { return static_cast<int32_t>(x); }
@@ -84,7 +74,7 @@ ffi::Error prepare(cudaStream_t stream, Halves k, Halves v, Halves index, Halves
              q[1] * index_dim, narrow(q[1]),      narrow(index_dim), /*in_steps=*/true};
   p.of[3] = {at(index, q[1] * index_dim), nullptr,          at(*raw_to, 0), features[1], index_dim, index_dim, 1,
              narrow(index_dim),           /*in_steps=*/true};
-  return launched(launch_prepare, p, stream);
+  return run(launch_prepare, p, stream);
 }
 
 ffi::Error store_kv(cudaStream_t stream, Any kv, Ints request, Ints position, Ints page_table, Ints layer, Any k_pool,
@@ -111,7 +101,7 @@ ffi::Error store_kv(cudaStream_t stream, Any kv, Ints request, Ints position, In
                              pages_of(page_table, layer, pool[0], pool[1], pool[2]),
                              rows[0],
                              static_cast<int64_t>(k_pool.size_bytes() / places)};
-  return launched([](const StoreKvParams& p, cudaStream_t s) { return launch_store(p, s); }, params, stream);
+  return run([](const StoreKvParams& p, cudaStream_t s) { return launch_store(p, s); }, params, stream);
 }
 
 ffi::Error store_index(cudaStream_t stream, Halves keys, Halves norm, Floats cos, Floats sin, Floats pending_cos,
@@ -150,7 +140,7 @@ ffi::Error store_index(cudaStream_t stream, Halves keys, Halves norm, Floats cos
   p.at = pages_of(page_table, layer, shape[0], shape[1], shape[2] * ratio);
   p.rows = rows, p.segments = narrow(segments), p.dim = narrow(dim), p.ratio = narrow(ratio), p.ring = narrow(ring[2]);
   p.eps = eps, p.e4m3 = pool.element_type() == ffi::DataType::U8;
-  return launched([](const StoreIndexParams& q, cudaStream_t s) { return launch_store(q, s); }, p, stream);
+  return run([](const StoreIndexParams& q, cudaStream_t s) { return launch_store(q, s); }, p, stream);
 }
 
 }  // namespace
